@@ -1,0 +1,1 @@
+"""How do messages become tokens and masks, and rows become batches?"""

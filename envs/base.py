@@ -1,0 +1,61 @@
+"""The contract of an environment: it holds tasks, gives tools to the model, and pays the reward.
+
+An `Env` decides, a `Sandbox` executes, a tool is what the model sees. One `Session` is one attempt at one
+task; it lives as long as the trajectory that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from envs.sandbox.base import Sandbox, SandboxSpec
+from envs.types import Message, Task, ToolCall, ToolResult, ToolSpec
+
+Split = Literal["train", "heldout"]
+
+
+class Session(Protocol):
+    """One attempt at one task."""
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Run one tool call. Whatever the call got wrong comes back as an error result that says how to
+        recover.
+
+        Raises:
+            SandboxError: the sandbox failed; the trajectory ends as an infrastructure failure.
+        """
+        ...
+
+    async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
+        """The reward terms of the finished conversation, by name; the reward is their weighted sum."""
+        ...
+
+
+class Env(Protocol):
+    """A family of tasks with the same tools."""
+
+    name: str
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        """`count` different tasks; the same arguments give the same tasks, and the splits share none."""
+        ...
+
+    def opening(self, task: Task) -> list[Message]:
+        """The messages that the conversation starts with."""
+        ...
+
+    def sandbox_spec(self, task: Task) -> SandboxSpec: ...
+
+    def session(self, task: Task, sandbox: Sandbox) -> Session: ...
+
+    def demonstrate(self, task: Task, messages: Sequence[Message], seed: int) -> Message:
+        """The next assistant message of a scripted demonstrator, for warm-start data.
+
+        Its calls are run for real and only conversations that earn the full reward are kept, so it may make
+        mistakes; a mistake is marked `train=False`.
+        """
+        ...

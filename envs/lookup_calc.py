@@ -1,0 +1,214 @@
+"""The agent of the textbooks: facts are looked up in a table, numbers are calculated, the answer is one number.
+
+Each task has a table of its own with random values, so an answer can only come from the tools. Tasks need one to
+three calls and come from templates; the held-out split uses cities that the training split never names.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from envs.base import Split
+from envs.sandbox.base import Sandbox, SandboxSpec
+from envs.tools import call_error
+from envs.types import Message, Task, ToolCall, ToolResult, ToolSpec
+
+SYSTEM = "Use the tools, one call at a time. End with: The answer is N."
+TABLE = "table.tsv"
+CALL_TIMEOUT_S = 10.0
+
+TOOLS = (
+    ToolSpec(
+        name="lookup",
+        description="Look up a fact in the table.",
+        parameters={
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "such as: area of Paris"}},
+            "required": ["key"],
+            "additionalProperties": False,
+        },
+    ),
+    ToolSpec(
+        name="calculate",
+        description="Calculate with + - * / and parentheses.",
+        parameters={
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+            "additionalProperties": False,
+        },
+    ),
+)
+
+ATTRIBUTES = ("population", "area", "height", "age", "number of parks", "number of bridges")
+CITIES: Mapping[Split, tuple[str, ...]] = {
+    "train": tuple(
+        "Paris Rome Oslo Lima Cairo Tokyo Delhi Madrid Berlin Vienna Dublin Athens Prague Warsaw Lisbon Seoul Hanoi "
+        "Quito Havana Nairobi Accra Tunis Amman Riga Vilnius Tallinn Helsinki Bern Zagreb Sofia Tirana Skopje Minsk "
+        "Kyiv Baku Tbilisi Yerevan Tehran Kabul Dhaka Manila Jakarta Sydney Perth Boston Denver Dallas Austin".split()
+    ),
+    "heldout": tuple(
+        "London Milan Turin Porto Malaga Geneva Lyon Ghent Bruges Krakow Gdansk Bergen Aarhus Malmo Tampere Kaunas "
+        "Odessa Varna Split Patras Izmir Haifa Aleppo Muscat Karachi Mumbai Osaka Busan Cebu Darwin Miami Tucson".split()
+    ),
+}
+
+# (question, plan): each step of a plan is a tool and its argument; {a} and {b} are the facts asked for, {n} is a
+# number in the question, and {0}, {1} are the results of earlier steps.
+TEMPLATES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("What is the {a}?", (("lookup", "{a}"),)),
+    ("Tell me the {a}.", (("lookup", "{a}"),)),
+    ("What is {n} plus {m}?", (("calculate", "{n} + {m}"),)),
+    ("What is {n} times {m}?", (("calculate", "{n} * {m}"),)),
+    ("What is the {a} plus {n}?", (("lookup", "{a}"), ("calculate", "{0} + {n}"))),
+    ("Add {n} to the {a}.", (("lookup", "{a}"), ("calculate", "{0} + {n}"))),
+    ("What is the {a} minus {n}?", (("lookup", "{a}"), ("calculate", "{0} - {n}"))),
+    ("Take {n} from the {a}.", (("lookup", "{a}"), ("calculate", "{0} - {n}"))),
+    ("What is the {a} times {n}?", (("lookup", "{a}"), ("calculate", "{0} * {n}"))),
+    ("Multiply {n} by the {a}.", (("lookup", "{a}"), ("calculate", "{0} * {n}"))),
+    ("What is the {a} plus the {b}?", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} + {1}"))),
+    ("Add the {b} to the {a}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} + {1}"))),
+    ("What is the {a} minus the {b}?", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} - {1}"))),
+    ("Take the {b} from the {a}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} - {1}"))),
+    ("Multiply the {a} by the {b}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} * {1}"))),
+)
+
+
+class LookupCalc:
+    """The environment. It has no state; everything that varies is in the task.
+
+    `max_calls` keeps only the tasks that need at most so many calls (1 to 3).
+    """
+
+    name = "lookup_calc"
+
+    def __init__(self, *, max_calls: int = 3, mistake_rate: float = 0.1) -> None:
+        if not 1 <= max_calls <= 3:
+            raise ValueError(f"lookup_calc: max_calls must be 1, 2 or 3, not {max_calls}")
+        self._templates = [row for row in TEMPLATES if len(row[1]) <= max_calls]
+        self._mistake_rate = mistake_rate
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        return TOOLS
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        # A string seed hashes the same in every process; the split is part of it.
+        rng = random.Random(f"{self.name}/{split}/{seed}")
+        return [self._task(f"{split}-{seed}-{index}", split, rng) for index in range(count)]
+
+    def _task(self, task_id: str, split: Split, rng: random.Random) -> Task:
+        question, plan = rng.choice(self._templates)
+        keys = [f"{attribute} of {city}" for city in rng.sample(CITIES[split], 3) for attribute in ATTRIBUTES]
+        a, b, *others = rng.sample(keys, 5)
+        values = {key: rng.randint(2, 99) for key in (a, b, *others)}
+        words = {"a": a, "b": b, "n": str(rng.randint(2, 99)), "m": str(rng.randint(2, 99))}
+        steps = [(tool, _fill(argument, words)) for tool, argument in plan]
+        rows = sorted(values.items(), key=lambda _: rng.random())
+        return Task(
+            task_id=task_id,
+            prompt=question.format(**words),
+            files={TABLE: "".join(f"{key}\t{value}\n" for key, value in rows).encode()},
+            metadata={"calls": len(steps)},
+            hidden={"answer": _solve(steps, values), "plan": steps},
+        )
+
+    def opening(self, task: Task) -> list[Message]:
+        return [Message(role="system", content=SYSTEM), Message(role="user", content=task.prompt)]
+
+    def sandbox_spec(self, task: Task) -> SandboxSpec:
+        return SandboxSpec(files=task.files)
+
+    def session(self, task: Task, sandbox: Sandbox) -> LookupCalcSession:
+        return LookupCalcSession(task, sandbox)
+
+    def demonstrate(self, task: Task, messages: Sequence[Message], seed: int) -> Message:
+        rng = random.Random(f"{task.task_id}/{seed}/{len(messages)}")
+        tool_messages = [message for message in messages if message.role == "tool"]
+        results = [message.content for message in tool_messages if not message.content.startswith("error:")]
+        plan: list[tuple[str, str]] = task.hidden["plan"]
+        if len(results) == len(plan):
+            return Message(role="assistant", content=f"The answer is {results[-1]}.")
+        tool, argument = plan[len(results)]
+        argument = _fill_results(argument, results)
+        if rng.random() < self._mistake_rate:
+            # A key that is misspelled earns an error to recover from; a wrong sum is found out by the reward.
+            argument = argument.replace(" of ", " in ") if tool == "lookup" else argument + "0"
+            return _calling(tool, argument, len(messages), train=False)
+        return _calling(tool, argument, len(messages), train=True)
+
+
+class LookupCalcSession:
+    """One attempt: both tools run as one awk command in the task's sandbox."""
+
+    def __init__(self, task: Task, sandbox: Sandbox) -> None:
+        self._task = task
+        self._sandbox = sandbox
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        started = time.perf_counter()
+        error = call_error(call, TOOLS)
+        if error is None:
+            argument = str(call.arguments["key" if call.name == "lookup" else "expression"])
+            argv = ["awk", _program(), call.name, argument.replace("\0", "\N{REPLACEMENT CHARACTER}"), TABLE]
+            done = await self._sandbox.exec(argv, timeout_s=CALL_TIMEOUT_S)
+            content = done.stdout.strip() or f"error: {call.name} failed: {done.stderr.strip() or done.exit_code}"
+            is_error = done.exit_code != 0
+        else:
+            content, is_error = error, True
+        duration_s = time.perf_counter() - started
+        return ToolResult(call_id=call.call_id, content=content, is_error=is_error, duration_s=duration_s)
+
+    async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
+        last = messages[-1]
+        said = last_number(last.content) if last.role == "assistant" and not last.tool_calls else None
+        right = said is not None and abs(said - self._task.hidden["answer"]) < 1e-6
+        return {"success": 1.0 if right else 0.0}
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text; thousands may be grouped with commas.
+
+    >>> last_number("12 + 3 makes 1,015.")
+    1015.0
+    """
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _program() -> str:
+    return files("envs").joinpath("lookup_calc.awk").read_text(encoding="utf-8")
+
+
+def _calling(tool: str, argument: str, index: int, *, train: bool) -> Message:
+    name: str = next(iter(next(spec for spec in TOOLS if spec.name == tool).parameters["properties"]))
+    call = ToolCall(call_id=f"call_{index}", name=tool, arguments={name: argument})
+    return Message(role="assistant", tool_calls=(call,), train=train)
+
+
+def _fill(argument: str, words: Mapping[str, str]) -> str:
+    """Fill in the question's words; {0} and {1} stay, they are known only when the tools have answered."""
+    return argument.format("{0}", "{1}", **words)
+
+
+def _fill_results(argument: str, results: Sequence[str]) -> str:
+    return argument.format(*results) if "{" in argument else argument
+
+
+def _solve(steps: Sequence[tuple[str, str]], values: Mapping[str, int]) -> float:
+    """The gold answer, worked out here and not by the tools that the model uses."""
+    results: list[Any] = []
+    for tool, argument in steps:
+        argument = _fill_results(argument, results)
+        if tool == "lookup":
+            results.append(values[argument])
+        else:
+            left, operator, right = argument.split()
+            x, y = int(left), int(right)
+            results.append({"+": x + y, "-": x - y, "*": x * y}[operator])
+    return float(results[-1])

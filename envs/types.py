@@ -1,0 +1,109 @@
+"""The words of a tool-using conversation: messages, calls, results, tasks.
+
+They follow the OpenAI chat shapes in typed form. Nothing here knows tokens, engines or rewards' use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that a model asked for.
+
+    `arguments` is the decoded JSON object. A call that could not be decoded never becomes a ToolCall; it
+    becomes a parse error that the model reads.
+    """
+
+    call_id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """What the model is told about a tool: its name, one sentence, and a JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def as_openai(self) -> dict[str, Any]:
+        """The `tools` entry of a chat-completions request; also what chat templates expect."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": dict(self.parameters),
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What came back from a call. `is_error` marks an observation that tells the model how to recover."""
+
+    call_id: str
+    content: str
+    is_error: bool = False
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message.
+
+    `call_id` names the call that a `tool` message answers. `train=False` keeps an assistant turn of a
+    demonstration as context only (a mistake that the next turn repairs, for example).
+    """
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
+    train: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"only an assistant message may hold tool calls, not a {self.role} message")
+        if (self.call_id is not None) != (self.role == "tool"):
+            raise ValueError(f"a tool message, and only a tool message, has a call_id; role is {self.role}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem. `prompt` and `files` are what the model and the sandbox may see before grading.
+
+    `hidden` (a gold answer, tests) is for the environment's grading alone. It is left out of `repr`, so
+    that it does not reach a log by accident.
+    """
+
+    task_id: str
+    prompt: str
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    hidden: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """How a command ended inside a sandbox. Every field is the command's own doing.
+
+    What the sandbox itself did wrong is a `SandboxError`, never an ExecResult. `exit_code` is the exact
+    code (128 + signal when a signal ended it, 124 when `timed_out`). `stdout` and `stderr` are text with
+    undecodable bytes replaced; `output_truncated` says that more came than `max_output_bytes`.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+    oom_killed: bool = False
+    output_truncated: bool = False
+    duration_s: float = 0.0

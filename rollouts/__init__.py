@@ -1,0 +1,1 @@
+"""How is a trajectory sampled, recorded, turned into samples, evaluated, synthesised?"""

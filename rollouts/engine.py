@@ -1,0 +1,85 @@
+"""The contract of an engine: token ids in, token ids and logprobs out.
+
+Engines know nothing of messages, tools or rewards. `RecordingEngine` stands in front of each of them and writes
+every completion to the ledger before anybody else sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from data.ledger import Ledger
+from data.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EngineError(RuntimeError):
+    """The engine failed, not the policy. The message says what, where, and what to do."""
+
+
+class Engine(Protocol):
+    """Samples completions. Many `generate` calls run at once; each waits only for itself."""
+
+    policy_version: int
+    """Optimizer steps that the loaded weights have seen."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Prompt and completion together hold at most this many tokens."""
+        ...
+
+    async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """Sample one completion after `prompt_ids` `[n]`.
+
+        Raises:
+            EngineError: the engine failed.
+            ValueError: the prompt is empty, or prompt and `max_tokens` do not fit the context.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs `[n - 1]` (nats, temperature 1) of tokens 1 to n-1 given those before them."""
+        ...
+
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
+        """Take new weights under their Hugging Face names and drop every cached prefix.
+
+        Raises:
+            EngineError: a name is unknown or missing, or cached prefixes could not be dropped.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RecordingEngine:
+    """An engine whose every completion is in the ledger before the caller gets it."""
+
+    def __init__(self, engine: Engine, ledger: Ledger) -> None:
+        self._engine = engine
+        self._ledger = ledger
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._engine.max_context_tokens
+
+    async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        completion = await self._engine.generate(completion_id, prompt_ids, params)
+        self._ledger.record(completion)
+        return completion
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._engine.score(token_ids)
+
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
+        await self._engine.load_weights(state_dict, policy_version)
+
+    async def close(self) -> None:
+        await self._engine.close()

@@ -1,0 +1,85 @@
+"""The record of a rollout: trajectories, their turns, why they stopped, and the group they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from data.types import TokenStream
+from envs.types import Message, Task, ToolResult
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. The same reason drives reward, mask and metrics."""
+
+    FINAL_ANSWER = "final_answer"
+    MAX_TURNS = "max_turns"
+    TOKEN_BUDGET = "token_budget"
+    CONTEXT_FULL = "context_full"
+    WALL_CLOCK = "wall_clock"
+    PARSE_ERRORS = "parse_errors"
+    SANDBOX_ERROR = "sandbox_error"
+    ENGINE_ERROR = "engine_error"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_truncated(self) -> bool:
+        """A limit of ours cut the trajectory; the policy had not finished."""
+        return self in _TRUNCATED
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """Our machinery failed; the trajectory says nothing about the policy and never enters a baseline."""
+        return self in _INFRASTRUCTURE
+
+
+_TRUNCATED = frozenset(
+    {StopReason.MAX_TURNS, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.WALL_CLOCK}
+)
+_INFRASTRUCTURE = frozenset({StopReason.SANDBOX_ERROR, StopReason.ENGINE_ERROR, StopReason.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One completion and the environment's reply to it. `message.content` is the completion's text."""
+
+    index: int
+    message: Message
+    tool_results: tuple[ToolResult, ...]
+    generate_s: float
+    env_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at one task.
+
+    `reward` is None when the environment could not grade it (infrastructure failures). `error` says what
+    went wrong there.
+    """
+
+    trajectory_id: str
+    task_id: str
+    group_id: str
+    sibling_index: int
+    streams: tuple[TokenStream, ...]
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    reward: float | None
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """The trajectories of one task that share a baseline."""
+
+    group_id: str
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def failures(self) -> tuple[Trajectory, ...]:
+        """Trajectories that our machinery lost; they are outside the baseline and are counted."""
+        return tuple(t for t in self.trajectories if t.stop_reason.is_infrastructure)

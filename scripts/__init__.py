@@ -1,0 +1,1 @@
+"""What a person types: thin mains, run with python -m scripts.NAME."""

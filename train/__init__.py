@@ -1,0 +1,1 @@
+"""How do samples become a weight update, safely, and how does a run explain itself?"""
