@@ -1,7 +1,212 @@
 """Chat ↔ tokens: how messages become ids, and where a sampled turn ends.
 
-`TemplateRenderer` works for any Jinja chat template that puts message content into the text unchanged. It renders
-the template once with a placeholder for each content, encodes the template's own text with control tokens
-enabled, and encodes every content with control tokens disabled. So no content can become a control
-token, whatever it says, and the ids of a history are never made again: a bridge appends to what was sampled.
+`TemplateRenderer` serves any Jinja chat template that puts message contents into the text unchanged. It renders the
+template with a placeholder for each content, encodes the template's own text with control tokens enabled, and
+encodes every content with control tokens disabled: no content can become a control token, whatever it
+says. The ids of a history are never made again; a bridge is appended to what was sampled.
 """
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from data.tool_calls import CLOSE, OPEN, ParsedTurn, format_calls, parse_turn
+from data.types import FinishReason, Segment, Source
+from envs.types import Message, ToolCall, ToolSpec
+
+# Placeholders are private-use characters around a number: no template holds them, and no trimming removes them.
+_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
+
+
+class Renderer(Protocol):
+    """One seam for every model family."""
+
+    stop_token_ids: tuple[int, ...]
+    control_tokens: Mapping[int, str]
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
+        """The prompt (PROMPT), up to and with the header of the assistant turn to be sampled."""
+        ...
+
+    def bridge(self, messages: Sequence[Message], finish_reason: FinishReason) -> list[Segment]:
+        """What stands between a sampled turn and the next one: the template's text (TEMPLATE) around the contents
+        of `messages` (TOOL), up to and with the next assistant header. A turn that was cut ("length") gets its
+        closing token here."""
+        ...
+
+    def turn_ids(self, message: Message) -> tuple[int, ...]:
+        """A demonstration's assistant turn as a policy would sample it, the stop token included."""
+        ...
+
+    def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
+        """What a sampled turn says."""
+        ...
+
+    def count_forged(self, text: str) -> int:
+        """How many control tokens `text` spells; they are encoded as plain text, and counted."""
+        ...
+
+
+class TemplateRenderer:
+    """A renderer made from a tokenizer's own chat template.
+
+    Args:
+        tokenizer: a fast tokenizer with a `chat_template`.
+        name: what error messages call the model.
+
+    Raises:
+        ValueError: there is no template, it changes contents or has no end of turn, or the ids differ from those
+            of the native rendering.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, name: str) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(f"model {name}: no chat template; add chat_template.jinja to the model folder")
+        self._tokenizer = tokenizer
+        self._name = name
+        self.control_tokens: Mapping[int, str] = {
+            token_id: token.content
+            for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
+            if token.content.strip()
+        }
+        self._control_pattern = re.compile("|".join(re.escape(t) for t in self.control_tokens.values()) or r"(?!)")
+        self._content_encoder = _without_control_tokens(tokenizer)
+        self.stop_token_ids = (self._end_of_turn(),)
+        self._verify()
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
+        pieces = self._pieces(messages, tools)
+        ids = [token for text, is_content in pieces for token in self._encode(text, is_content=is_content)]
+        return [Segment(source=Source.PROMPT, token_ids=tuple(ids))]
+
+    def bridge(self, messages: Sequence[Message], finish_reason: FinishReason) -> list[Segment]:
+        segments: list[Segment] = []
+        for text, is_content in self._after_turn(messages):
+            source = Source.TOOL if is_content else Source.TEMPLATE
+            segments.append(Segment(source=source, token_ids=tuple(self._encode(text, is_content=is_content))))
+        if finish_reason == "stop":
+            # The closing token was sampled: it is MODEL already.
+            first = segments[0]
+            segments[0] = Segment(source=first.source, token_ids=first.token_ids[1:])
+        return [segment for segment in segments if segment.token_ids]
+
+    def turn_ids(self, message: Message) -> tuple[int, ...]:
+        ids = self._encode(message.content, is_content=True)
+        pieces = format_calls(message.tool_calls)
+        if message.content and pieces:
+            pieces.insert(0, "\n")
+        for piece in pieces:
+            ids += self._encode(piece, is_content=piece not in (OPEN, CLOSE))
+        return (*ids, self.stop_token_ids[0])
+
+    def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
+        body = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
+        # Control tokens are kept: a parser that does not see the call markers finds no call.
+        text = self._tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return parse_turn(text, call_id_prefix=call_id_prefix)
+
+    def count_forged(self, text: str) -> int:
+        return len(self._control_pattern.findall(text))
+
+    def _encode(self, text: str, *, is_content: bool) -> list[int]:
+        if not is_content:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = self._content_encoder.encode(text, add_special_tokens=False).ids
+        forged = [self.control_tokens[token] for token in ids if token in self.control_tokens]
+        if forged:
+            raise ValueError(f"model {self._name}: content became the control token {forged[0]!r}: {text[:80]!r}")
+        return ids
+
+    def _pieces(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, add_generation_prompt: bool = True
+    ) -> list[tuple[str, bool]]:
+        """The rendering as (text, is it content) pieces, in order. Assistant turns must be plain text."""
+        specs = [tool.as_openai() for tool in tools]
+        forged = self._control_pattern.search(json.dumps(specs, ensure_ascii=False))
+        if forged:
+            raise ValueError(f"a tool description holds the control token {forged[0]!r}; reword it")
+        chat = [_with_placeholder(message, index) for index, message in enumerate(messages)]
+        text = self._tokenizer.apply_chat_template(
+            chat, tools=specs or None, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+        assert isinstance(text, str)
+        parts = _PLACEHOLDER.split(text)
+        found = [int(index) for index in parts[1::2]]
+        if found != list(range(len(messages))):
+            raise ValueError(f"model {self._name}: its chat template drops, repeats or moves message contents")
+        return [
+            (messages[int(part)].content, True) if index % 2 else (part, False) for index, part in enumerate(parts)
+        ]
+
+    def _after_turn(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        """The pieces that follow the content of an assistant turn when `messages` come next."""
+        before = [Message(role="user", content="."), Message(role="assistant", content=".")]
+        return self._pieces([*before, *messages], ())[4:]
+
+    def _end_of_turn(self) -> int:
+        """The token with which the template ends an assistant turn."""
+        before = [Message(role="user", content="."), Message(role="assistant", content=".")]
+        closing = self._pieces(before, (), add_generation_prompt=False)[4][0]
+        ids = self._encode(closing, is_content=False)
+        if not ids or ids[0] not in self.control_tokens:
+            raise ValueError(
+                f"model {self._name}: its chat template ends assistant turns with {closing[:20]!r}, which does not "
+                "begin with one of the tokenizer's added tokens; no turn could be stopped"
+            )
+        return ids[0]
+
+    def _verify(self) -> None:
+        """Our ids of a conversation with a tool call must be the ids of the native rendering."""
+        tool = ToolSpec(name="f", description="Does x.", parameters={"type": "object", "properties": {}})
+        call = ToolCall(call_id="call_0", name="f", arguments={"x": "a b", "n": 12})
+        chat = [
+            Message(role="system", content="Be brief."),
+            Message(role="user", content="What is 12?"),
+            Message(role="assistant", tool_calls=(call,)),
+            Message(role="tool", content="12", call_id="call_0"),
+        ]
+        ours = [token for segment in self.opening(chat[:2], [tool]) for token in segment.token_ids]
+        ours += self.turn_ids(chat[2])
+        ours += [token for segment in self.bridge(chat[3:], "stop") for token in segment.token_ids]
+        text = self._tokenizer.apply_chat_template(
+            [message.as_openai() for message in chat],
+            tools=[tool.as_openai()],  # type: ignore[list-item]
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        native = list(self._tokenizer.encode(text, add_special_tokens=False))
+        if ours != native:
+            where = next(i for i in range(len(ours) + 1) if ours[: i + 1] != native[: i + 1])
+            raise ValueError(
+                f"model {self._name}: its chat template cannot be followed token by token; at token {where} it has "
+                f"{self._tokenizer.decode(native[where : where + 8])!r}, ours is "
+                f"{self._tokenizer.decode(ours[where : where + 8])!r}"
+            )
+
+
+def _without_control_tokens(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A copy of the tokenizer for which no text is a control token.
+
+    Added tokens that are not marked special (`<tool_call>` in Qwen's tokenizer) would still match, so the copy marks
+    them all; runs of white space are text and keep their tokens.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    for token in state["added_tokens"]:
+        token["special"] = bool(token["content"].strip())
+    copy = Tokenizer.from_str(json.dumps(state))
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _with_placeholder(message: Message, index: int) -> dict[str, Any]:
+    if message.tool_calls:
+        raise ValueError("an assistant turn with tool calls is sampled or encoded by turn_ids, never rendered")
+    return message.as_openai() | {"content": f"\ue000{index}\ue001"}
+

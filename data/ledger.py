@@ -6,11 +6,15 @@ compares the batch that is about to be trained with the ledger, not with the mas
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from data.jsonl import append_line, drop_torn_line, read_lines
 from data.types import Completion
+
+_COMPLETION = TypeAdapter(Completion)
 
 
 class Ledger:
@@ -25,7 +29,7 @@ class Ledger:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             drop_torn_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab")
 
     def record(self, completion: Completion) -> None:
         """Add a completion.
@@ -36,12 +40,14 @@ class Ledger:
         if completion.completion_id in self._entries:
             raise ValueError(f"ledger: completion {completion.completion_id} is recorded already")
         if self._file is not None:
-            self._file.write(json.dumps(asdict(completion)) + "\n")
-            self._file.flush()
+            append_line(self._file, _COMPLETION, completion)
         self._entries[completion.completion_id] = completion
 
     def get(self, completion_id: str) -> Completion | None:
         return self._entries.get(completion_id)
+
+    def __iter__(self) -> Iterator[Completion]:
+        return iter(self._entries.values())
 
     def forget(self) -> None:
         """Drop from memory what has been trained; the file keeps it."""
@@ -56,21 +62,6 @@ class Ledger:
 def read_ledger(path: Path) -> Ledger:
     """An in-memory ledger with the completions of a file; of a repeated id (a resumed step) the last counts."""
     ledger = Ledger()
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        for name in ("token_ids", "logprobs", "policy_version"):
-            row[name] = tuple(row[name])
-        completion = Completion(**row)
+    for completion in read_lines(path, _COMPLETION):
         ledger._entries[completion.completion_id] = completion
     return ledger
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut an unfinished last line, which a killed process leaves, off a JSONL file."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        keep = content.rfind(b"\n") + 1
-        with path.open("r+b") as file:
-            file.truncate(keep)

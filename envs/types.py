@@ -75,6 +75,18 @@ class Message:
         if (self.call_id is not None) != (self.role == "tool"):
             raise ValueError(f"a tool message, and only a tool message, has a call_id; role is {self.role}")
 
+    def as_openai(self) -> dict[str, Any]:
+        """The chat-completions form, as chat templates expect it; arguments stay an object."""
+        row: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            row["tool_calls"] = [
+                {"type": "function", "id": c.call_id, "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                for c in self.tool_calls
+            ]
+        if self.call_id is not None:
+            row["tool_call_id"] = self.call_id
+        return row
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

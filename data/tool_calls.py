@@ -1,0 +1,101 @@
+"""The text form of tool calls: Hermes/Qwen blocks, written and read.
+
+    <tool_call>
+    {"name": "lookup", "arguments": {"key": "area of Paris"}}
+    </tool_call>
+
+A block that cannot be read becomes a `CallError`, which the model gets as an observation; it is never dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envs.types import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_FORM = '{"name": "TOOL", "arguments": {...}}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallError:
+    """A call that could not be read, with the line that tells the model how to write it."""
+
+    call_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """An assistant turn as the host sees it: its prose, and its calls in order, readable or not."""
+
+    content: str
+    calls: tuple[ToolCall | CallError, ...]
+
+
+def format_calls(calls: Sequence[ToolCall]) -> list[str]:
+    """The pieces of text that make up `calls`; the markers are pieces of their own, so that a tokenizer that
+    has them as control tokens can place them by id.
+
+    >>> format_calls([ToolCall(call_id="1", name="f", arguments={})])
+    ['<tool_call>', '\\n{"name": "f", "arguments": {}}\\n', '</tool_call>']
+    """
+    pieces: list[str] = []
+    for call in calls:
+        body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
+        pieces += ["\n"] if pieces else []
+        pieces += [OPEN, f"\n{body}\n", CLOSE]
+    return pieces
+
+
+def parse_turn(text: str, *, call_id_prefix: str) -> ParsedTurn:
+    """Read the calls out of a turn's text. The JSON is read by a JSON reader, so a marker inside a string of the
+    arguments does not end the block. Call ids are `{call_id_prefix}_0`, `_1`, …
+
+    >>> turn = parse_turn('Hm.\\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', call_id_prefix="c")
+    >>> turn.content, turn.calls[0].name, turn.calls[0].arguments
+    ('Hm.', 'f', {'x': 1})
+    """
+    prose: list[str] = []
+    calls: list[ToolCall | CallError] = []
+    place = 0
+    while (start := text.find(OPEN, place)) >= 0:
+        prose.append(text[place:start])
+        call, place = _read_block(text, start + len(OPEN), f"{call_id_prefix}_{len(calls)}")
+        calls.append(call)
+    prose.append(text[place:])
+    return ParsedTurn(content="".join(prose).strip(), calls=tuple(calls))
+
+
+def _read_block(text: str, start: int, call_id: str) -> tuple[ToolCall | CallError, int]:
+    """The call of the block whose body begins at `start`, and the place after the block."""
+    body = start + len(text[start:]) - len(text[start:].lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, body)
+    except (json.JSONDecodeError, RecursionError) as error:
+        close = text.find(CLOSE, start)
+        end = len(text) if close < 0 else close + len(CLOSE)
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        return CallError(call_id=call_id, text=_malformed(reason)), end
+    close = text.find(CLOSE, end)
+    between = text[end:close] if close >= 0 else text[end:]
+    after = len(text) if close < 0 else close + len(CLOSE)
+    if close < 0 or between.strip():
+        return CallError(call_id=call_id, text=_malformed(f"{CLOSE} must follow the JSON object")), after
+    return _checked(value, call_id), after
+
+
+def _checked(value: Any, call_id: str) -> ToolCall | CallError:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return CallError(call_id=call_id, text=_malformed("'name' must be a string"))
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return CallError(call_id=call_id, text=_malformed("'arguments' must be an object"))
+    return ToolCall(call_id=call_id, name=value["name"], arguments=arguments)
+
+
+def _malformed(reason: str) -> str:
+    return f"error: malformed tool call: {reason}; write {_FORM}"

@@ -1,0 +1,83 @@
+"""What a person may set about sampling: the environment, the sandbox, the engine, the limits of a trajectory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A part of a configuration file; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EnvConfig(Section):
+    """Which tasks. `max_calls` bounds the tool calls that a task needs."""
+
+    name: Literal["lookup_calc"] = "lookup_calc"
+    max_calls: int = Field(3, ge=1, le=3)
+
+
+class SandboxConfig(Section):
+    """Where tools run. `auto`: Docker when its daemon answers and has the image, else bubblewrap."""
+
+    backend: Literal["auto", "docker", "bubblewrap", "local"] = "auto"
+    image: str = "agentgrad-sandbox:1"
+    tool_timeout_s: float = Field(15.0, gt=0)
+
+
+class EngineConfig(Section):
+    """What samples. `transformers` is the reference and needs no vLLM; it is slower."""
+
+    kind: Literal["vllm", "transformers"] = "vllm"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_context_tokens: int = Field(1024, ge=16)
+    max_concurrent: int = Field(64, ge=1)
+    gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
+
+
+class LimitsConfig(Section):
+    """When a trajectory is ended. Tokens are the policy's own; the wall clock covers everything."""
+
+    max_turns: int = Field(8, ge=1)
+    max_turn_tokens: int = Field(64, ge=1)
+    max_trajectory_tokens: int = Field(256, ge=1)
+    max_parse_errors: int = Field(3, ge=1)
+    wall_clock_s: float = Field(120.0, gt=0)
+
+
+class SamplingConfig(Section):
+    """Training samples from the policy itself: any cut of the distribution (top_p) would make the trainer's logprobs
+    those of another policy, so it is for evaluation only."""
+
+    temperature: float = Field(1.0, gt=0)
+
+
+class EvalConfig(Section):
+    """An evaluation: `attempts` at each of `num_tasks` tasks of a split, sampled as `rollout` says."""
+
+    split: Literal["train", "heldout"] = "heldout"
+    num_tasks: int = Field(100, ge=1)
+    attempts: int = Field(8, ge=1)
+
+
+class SynthesizeConfig(Section):
+    """Warm-start data: the demonstrator works on `num_tasks` tasks of the training split."""
+
+    num_tasks: int = Field(2000, ge=1)
+    mistake_rate: float = Field(0.1, ge=0, lt=1)
+    """How often the demonstrator errs; what it repairs is kept as context, what it does not is dropped."""
+    max_turns: int = Field(8, ge=1)
+    max_concurrent: int = Field(8, ge=1)
+
+
+class RolloutConfig(Section):
+    """Everything about sampling."""
+
+    env: EnvConfig = EnvConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    engine: EngineConfig = EngineConfig()
+    limits: LimitsConfig = LimitsConfig()
+    sampling: SamplingConfig = SamplingConfig()

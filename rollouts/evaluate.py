@@ -1,0 +1,98 @@
+"""Evaluation: several attempts at held-out tasks; success, pass@k and pass^k with unbiased estimators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from envs.types import Task
+from rollouts.group import sample_groups
+from rollouts.runner import Runner
+from rollouts.summary import summarise
+from rollouts.types import Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Results of `attempts` attempts at each task.
+
+    counts: task id → (successes, graded attempts); attempts that our machinery lost are not graded.
+    success: mean over tasks of the share of successes. pass_at_k, pass_hat_k: by k.
+    """
+
+    attempts: int
+    tasks: int
+    success: float
+    success_stderr: float
+    pass_at_k: dict[int, float]
+    pass_hat_k: dict[int, float]
+    counts: dict[str, tuple[int, int]]
+    summary: dict[str, float]
+
+
+async def evaluate(
+    runner: Runner,
+    tasks: Sequence[Task],
+    *,
+    attempts: int,
+    name: str,
+    max_concurrent: int,
+    on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> tuple[Evaluation, list[Trajectory]]:
+    """Attempt every task `attempts` times; a reward of 1 or more is a success."""
+    groups = await sample_groups(
+        runner, tasks, num_generations=attempts, prefix=name, max_concurrent=max_concurrent, on_done=on_done
+    )
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return summarise_groups(groups, attempts=attempts), trajectories
+
+
+def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Evaluation:
+    """Groups of attempts → figures.
+
+    Raises:
+        ValueError: no attempt was graded.
+    """
+    counts: dict[str, tuple[int, int]] = {}
+    for group in groups:
+        rewards = [t.reward for t in group.trajectories if t.reward is not None]
+        counts[group.task.task_id] = (sum(reward >= 1.0 for reward in rewards), len(rewards))
+    graded = [(successes, n) for successes, n in counts.values() if n]
+    if not graded:
+        errors = sorted({t.error or t.stop_reason.value for g in groups for t in g.trajectories})
+        raise ValueError(f"no attempt could be graded: {errors[0].strip().splitlines()[-1]}")
+    ks = [k for k in (1, 2, 4, 8, 16, 32) if k <= min(n for _, n in graded)]
+    shares = [successes / n for successes, n in graded]
+    mean = sum(shares) / len(shares)
+    spread = math.sqrt(sum((share - mean) ** 2 for share in shares) / max(1, len(shares) - 1))
+    return Evaluation(
+        attempts=attempts,
+        tasks=len(graded),
+        success=mean,
+        success_stderr=spread / math.sqrt(len(shares)),
+        pass_at_k={k: sum(pass_at_k(n, c, k) for c, n in graded) / len(graded) for k in ks},
+        pass_hat_k={k: sum(pass_hat_k(n, c, k) for c, n in graded) / len(graded) for k in ks},
+        counts=counts,
+        summary=summarise([trajectory for group in groups for trajectory in group.trajectories]),
+    )
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of k attempts succeeds, from c successes in n >= k attempts; the unbiased
+    estimator of Chen et al. 2021 (arXiv:2107.03374): 1 - C(n-c, k) / C(n, k).
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def pass_hat_k(n: int, c: int, k: int) -> float:
+    """Probability that all of k attempts succeed; the unbiased estimator of tau-bench (arXiv:2406.12045):
+    C(c, k) / C(n, k).
+
+    >>> pass_hat_k(4, 3, 2)
+    0.5
+    """
+    return math.comb(c, k) / math.comb(n, k)

@@ -1,0 +1,186 @@
+"""One trajectory: sample a turn, run its calls, append what came back, until something ends it.
+
+This is the one place where a failure becomes data: whatever goes wrong in the engine, the sandbox or a tool turns into
+a `StopReason` here, so one trajectory never stops another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from data.chat import Renderer
+from data.tool_calls import CallError, ParsedTurn
+from data.types import Completion, SamplingParams, Segment, TokenStream
+from envs.base import Env, Session
+from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory
+from envs.types import Message, Task, ToolCall, ToolResult
+from rollouts.config import LimitsConfig
+from rollouts.engine import Engine, EngineError
+from rollouts.types import StopReason, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """What all trajectories of a run share.
+
+    `seed` and a completion's id give that completion its own seed. `temperature` is the one that the trainer
+    applies too.
+    """
+
+    engine: Engine
+    renderer: Renderer
+    env: Env
+    sandboxes: SandboxFactory
+    limits: LimitsConfig
+    temperature: float
+    tool_timeout_s: float
+    seed: int
+
+    async def run(self, task: Task, *, group_id: str, sibling_index: int) -> Trajectory:
+        """Sample one attempt at `task`. Never raises for what goes wrong inside it, cancellation excepted."""
+        progress = _Progress(trajectory_id=f"{group_id}/{sibling_index}", messages=self.env.opening(task))
+        reward_terms: dict[str, float] = {}
+        error: str | None = None
+        try:
+            async with await self._start_sandbox(task) as sandbox:
+                session = self.env.session(task, sandbox)
+                try:
+                    async with asyncio.timeout(self.limits.wall_clock_s):
+                        stop_reason = await self._converse(progress, session)
+                except TimeoutError:
+                    stop_reason = StopReason.WALL_CLOCK
+                reward_terms = dict(await session.grade(progress.messages))
+        except SandboxError as failure:
+            stop_reason, error = StopReason.SANDBOX_ERROR, str(failure)
+        except EngineError as failure:
+            stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
+        except Exception:
+            # A fault of ours or of the environment's code: it says nothing about the policy.
+            stop_reason, error = StopReason.SANDBOX_ERROR, traceback.format_exc()
+        reward = sum(reward_terms.values()) if reward_terms else None
+        if reward is not None and not math.isfinite(reward):
+            reward, error = None, f"the environment gave the reward {reward}"
+        return Trajectory(
+            trajectory_id=progress.trajectory_id,
+            task_id=task.task_id,
+            group_id=group_id,
+            sibling_index=sibling_index,
+            streams=(progress.stream,),
+            turns=tuple(progress.turns),
+            stop_reason=stop_reason,
+            reward=None if stop_reason.is_infrastructure else reward,
+            reward_terms=reward_terms,
+            error=error,
+        )
+
+    async def _start_sandbox(self, task: Task) -> Sandbox:
+        try:
+            async with asyncio.timeout(self.limits.wall_clock_s):
+                return await self.sandboxes.start(self.env.sandbox_spec(task))
+        except TimeoutError as error:
+            raise SandboxError(f"no sandbox within {self.limits.wall_clock_s:g} s (limits.wall_clock_s)") from error
+
+    async def _converse(self, progress: _Progress, session: Session) -> StopReason:
+        for segment in self.renderer.opening(progress.messages, self.env.tools):
+            progress.stream.append(segment)
+        parse_errors = 0
+        for index in range(self.limits.max_turns):
+            room = self._room(progress)
+            if isinstance(room, StopReason):
+                return room
+            started = time.perf_counter()
+            completion = await self._sample(progress, index, room)
+            generated = time.perf_counter()
+            progress.add_completion(completion)
+            if completion.finish_reason == "length":
+                # The policy had not finished: half a call is not a call, and half an answer is not an answer.
+                progress.add_turn(index, ParsedTurn(content="", calls=()), (), generated - started, 0.0)
+                return self._length_reason(progress)
+            parsed = self.renderer.parse(completion.token_ids, call_id_prefix=f"call_{index}")
+            if not parsed.calls:
+                progress.add_turn(index, parsed, (), generated - started, 0.0)
+                return StopReason.FINAL_ANSWER
+            results = await asyncio.gather(*(self._call(session, call) for call in parsed.calls))
+            progress.add_turn(index, parsed, results, generated - started, time.perf_counter() - generated)
+            parse_errors = parse_errors + 1 if any(isinstance(call, CallError) for call in parsed.calls) else 0
+            if parse_errors == self.limits.max_parse_errors:
+                return StopReason.PARSE_ERRORS
+            for segment in self.renderer.bridge(progress.messages[-len(results) :], completion.finish_reason):
+                progress.stream.append(segment)
+        return StopReason.MAX_TURNS
+
+    async def _sample(self, progress: _Progress, index: int, max_tokens: int) -> Completion:
+        completion_id = f"{progress.trajectory_id}/{index}"
+        params = SamplingParams(
+            temperature=self.temperature,
+            max_tokens=max_tokens,
+            stop_token_ids=self.renderer.stop_token_ids,
+            seed=completion_seed(self.seed, completion_id),
+        )
+        completion = await self.engine.generate(completion_id, progress.stream.token_ids, params)
+        if not completion.token_ids:
+            raise EngineError(f"completion {completion_id} has no token; an engine must sample at least one")
+        return completion
+
+    async def _call(self, session: Session, call: ToolCall | CallError) -> ToolResult:
+        """The result of one call; the tool runs off the event loop's thread and has a deadline."""
+        if isinstance(call, CallError):
+            return ToolResult(call_id=call.call_id, content=call.text, is_error=True)
+        try:
+            async with asyncio.timeout(self.tool_timeout_s):
+                return await session.call(call)
+        except TimeoutError:
+            text = f"error: {call.name} gave no result within {self.tool_timeout_s:g} s"
+            return ToolResult(call_id=call.call_id, content=text, is_error=True, duration_s=self.tool_timeout_s)
+
+    def _room(self, progress: _Progress) -> int | StopReason:
+        """How many tokens the next turn may have, or why there is no next turn."""
+        budget = self.limits.max_trajectory_tokens - progress.sampled_tokens
+        context = self.engine.max_context_tokens - len(progress.stream)
+        if budget <= 0:
+            return StopReason.TOKEN_BUDGET
+        if context <= 0:
+            return StopReason.CONTEXT_FULL
+        return min(self.limits.max_turn_tokens, budget, context)
+
+    def _length_reason(self, progress: _Progress) -> StopReason:
+        full = len(progress.stream) >= self.engine.max_context_tokens
+        return StopReason.CONTEXT_FULL if full else StopReason.TOKEN_BUDGET
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """What a trajectory has so far; it survives whatever ends the conversation."""
+
+    trajectory_id: str
+    messages: list[Message]
+    stream: TokenStream = field(default_factory=TokenStream)
+    turns: list[Turn] = field(default_factory=list)
+    sampled_tokens: int = 0
+
+    def add_completion(self, completion: Completion) -> None:
+        self.stream.append(Segment.sampled(completion))
+        self.sampled_tokens += len(completion.token_ids)
+
+    def add_turn(
+        self, index: int, parsed: ParsedTurn, results: Sequence[ToolResult], generate_s: float, env_s: float
+    ) -> None:
+        calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
+        message = Message(role="assistant", content=parsed.content, tool_calls=calls)
+        self.messages.append(message)
+        for result in results:
+            self.messages.append(Message(role="tool", content=result.content, call_id=result.call_id))
+        turn = Turn(index=index, message=message, tool_results=tuple(results), generate_s=generate_s, env_s=env_s)
+        self.turns.append(turn)
+
+
+def completion_seed(run_seed: int, completion_id: str) -> int:
+    """The seed of one completion: different for every completion, the same in every run with that seed."""
+    digest = hashlib.sha256(f"{run_seed}/{completion_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF

@@ -1,0 +1,66 @@
+"""Warm-start conversations: a demonstrator works on tasks, its calls run for real, and only conversations that earn the
+full reward are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from data.demonstrations import Demonstration
+from envs.base import Env, Session
+from envs.sandbox.base import SandboxFactory
+from envs.types import Message, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthesis:
+    """What came out: conversations to learn from, and how many earned too little and were dropped."""
+
+    demonstrations: list[Demonstration]
+    dropped: int
+
+
+async def synthesize(
+    env: Env,
+    sandboxes: SandboxFactory,
+    tasks: Sequence[Task],
+    *,
+    seed: int,
+    max_turns: int,
+    max_concurrent: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> Synthesis:
+    """One conversation for each task, in the order of the tasks.
+
+    Raises:
+        SandboxError: a sandbox failed; data that is silently missing rows would be worse than none.
+    """
+    places = asyncio.Semaphore(max_concurrent)
+
+    async def attempt(task: Task) -> Demonstration | None:
+        async with places, await sandboxes.start(env.sandbox_spec(task)) as sandbox:
+            session = env.session(task, sandbox)
+            messages = await _demonstrate(env, task, session, seed=seed, max_turns=max_turns)
+            terms = await session.grade(messages)
+        on_done()
+        if sum(terms.values()) < 1.0:
+            return None
+        return Demonstration(task_id=task.task_id, messages=tuple(messages), tools=tuple(env.tools))
+
+    async with asyncio.TaskGroup() as running:
+        attempts = [running.create_task(attempt(task)) for task in tasks]
+    kept = [done for one in attempts if (done := one.result()) is not None]
+    return Synthesis(demonstrations=kept, dropped=len(tasks) - len(kept))
+
+
+async def _demonstrate(env: Env, task: Task, session: Session, *, seed: int, max_turns: int) -> list[Message]:
+    messages = env.opening(task)
+    for _ in range(max_turns):
+        message = env.demonstrate(task, messages, seed)
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        for result in await asyncio.gather(*(session.call(call) for call in message.tool_calls)):
+            messages.append(Message(role="tool", content=result.content, call_id=result.call_id))
+    return messages

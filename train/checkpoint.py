@@ -1,0 +1,55 @@
+"""Checkpoints: everything a run needs to go on, written so that a kill leaves the old one or the new one, whole.
+
+A checkpoint is an ordinary Hugging Face model folder (weights, tokenizer, chat template) with `trainer_state.pt` beside
+the weights. Seeds are made from the run's seed and the step, so there is no random state to keep.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_STATE = "trainer_state.pt"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
+    """The newest whole checkpoint of a run, and its step."""
+    found = sorted(path for path in folder.glob("step-*") if (path / _STATE).exists())
+    return (found[-1], int(found[-1].name.removeprefix("step-"))) if found else None
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write the checkpoint of `step` beside the others, move it into place, and remove all but the newest `keep`."""
+    final = checkpoint_path(folder, step)
+    temporary = folder / f".{final.name}.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    torch.save(state, temporary / _STATE)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """The optimizer and schedule of a checkpoint."""
+    return torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)

@@ -1,0 +1,248 @@
+"""The GRPO run: sample groups → rewards → advantages → samples → gate → one update → sync → checkpoint.
+
+Process 0 owns the engine and the sandboxes, and samples for all; every process takes its share of the update.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedTokenizerBase
+
+from data.collator import MicroBatch, unpack
+from data.gate import GateError, check_batch
+from data.ledger import Ledger
+from data.rows import write_samples
+from data.types import TrainingSample
+from envs.types import Task
+from rollouts.engine import Engine
+from rollouts.group import sample_groups
+from rollouts.record import write_trajectories
+from rollouts.runner import Runner
+from rollouts.samples import group_samples
+from rollouts.summary import summarise
+from rollouts.types import Trajectory, TrajectoryGroup
+from rollouts.weight_check import WeightProbe
+from train.advantages import group_advantages
+from train.checkpoint import latest_checkpoint, load_state, save_checkpoint
+from train.config import CheckpointConfig, GrpoConfig
+from train.learner import Learner
+from train.metrics import MetricsLog
+from train.model import score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What process 0 samples with."""
+
+    runner: Runner
+    engine: Engine
+    ledger: Ledger
+    probe: WeightProbe
+    max_concurrent: int
+
+
+@dataclass(slots=True, kw_only=True)
+class GrpoRun:
+    """A run and its parts. `sampling` and `log` are there in process 0 only."""
+
+    folder: Path
+    seed: int
+    config: GrpoConfig
+    checkpoints: CheckpointConfig
+    tasks: Sequence[Task]
+    accelerator: Accelerator
+    learner: Learner
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling | None
+    log: MetricsLog | None
+    on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None
+    on_step: Callable[[Mapping[str, Any]], None] = lambda row: None
+
+    async def train(self, *, start_after: int) -> None:
+        """Run the steps after `start_after` to the end.
+
+        Raises:
+            GateError: a batch was not what the policy sampled; it is in `gate_violation.jsonl`, nothing was trained.
+            WeightSyncError: engine and trainer disagree after a sync.
+        """
+        if self.sampling is not None:
+            await self._sync(start_after)
+        for step in range(start_after + 1, self.config.max_steps + 1):
+            started = time.perf_counter()
+            samples, row = await self._sample(step)
+            sampled = time.perf_counter()
+            batches = self.learner.pack(samples)
+            self._gate(step, batches, samples)
+            if batches:
+                row |= self.learner.update(batches)
+            updated = time.perf_counter()
+            if batches and self.sampling is not None:
+                await self._sync(step)
+            done = time.perf_counter()
+            row |= {
+                "time/rollout_s": sampled - started,
+                "time/update_s": updated - sampled,
+                "time/sync_s": done - updated,
+            }
+            self._finish_step(step, row)
+
+    async def _sample(self, step: int) -> tuple[list[TrainingSample], dict[str, Any]]:
+        """The step's samples, in every process, and the row of metrics that describes them."""
+        message: list[Any] = [None, None]
+        if self.sampling is not None:
+            self.sampling.ledger.forget()
+            groups = await sample_groups(
+                self.sampling.runner,
+                step_tasks(self.tasks, step, self.config.tasks_per_step, self.seed),
+                num_generations=self.config.num_generations,
+                prefix=f"step-{step}",
+                max_concurrent=self.sampling.max_concurrent,
+                on_done=self.on_trajectory,
+            )
+            write_trajectories(
+                self.folder / "trajectories" / f"step-{step:06d}.jsonl", [t for g in groups for t in g.trajectories]
+            )
+            message = [*samples_and_metrics(groups, self.config)]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(message)
+        samples, row = message
+        return samples, {"step": step} | row
+
+    def _gate(self, step: int, batches: Sequence[MicroBatch], samples: Sequence[TrainingSample]) -> None:
+        """Check the packed batch, and what was left out of it, against the ledger; every process stops if it fails."""
+        verdict: list[str | None] = [None]
+        if self.sampling is not None:
+            packed = [sample for batch in batches for sample in unpack(batch)]
+            left_out = [sample for sample in samples if not any(sample.loss_mask)]
+            write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", [*packed, *left_out])
+            try:
+                check_batch([*packed, *left_out], self.sampling.ledger)
+            except GateError as error:
+                write_samples(self.folder / "gate_violation.jsonl", [*packed, *left_out])
+                verdict = [f"step {step}: {error}; the batch is in {self.folder / 'gate_violation.jsonl'}"]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(verdict)
+        if verdict[0] is not None:
+            raise GateError(verdict[0])
+
+    async def _sync(self, version: int) -> None:
+        """Give the trainer's weights to the engine, and check that they arrived."""
+        assert self.sampling is not None
+        model = self.learner.model
+        await self.sampling.engine.load_weights(model.state_dict(), version)
+        model.eval()
+        await self.sampling.probe.check(self.sampling.engine, lambda token_ids: score(model, token_ids))
+        model.train()
+
+    def _finish_step(self, step: int, row: dict[str, Any]) -> None:
+        if self.log is None:
+            return
+        self.log.write(row)
+        self.on_step(row)
+        if step % self.checkpoints.save_steps == 0 or step == self.config.max_steps:
+            save_checkpoint(
+                self.folder / "checkpoints",
+                step,
+                model=self.learner.model,
+                tokenizer=self.tokenizer,
+                state=self.learner.state(),
+                keep=self.checkpoints.save_total_limit,
+            )
+            self.log.publish()
+
+
+def samples_and_metrics(
+    groups: Sequence[TrajectoryGroup], config: GrpoConfig
+) -> tuple[list[TrainingSample], dict[str, Any]]:
+    """Groups → advantages → samples, with the metrics of the sampling."""
+    samples: list[TrainingSample] = []
+    dead = 0
+    for group in groups:
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        advantages = group_advantages(rewards, scale_rewards=config.scale_rewards)
+        dead += not any(advantages)
+        samples += group_samples(group, advantages, mask_truncated=config.mask_truncated_completions)
+    excluded = Counter(reason.value for sample in samples for reason in sample.excluded if reason is not None)
+    row = summarise([trajectory for group in groups for trajectory in group.trajectories])
+    row |= {
+        "groups/dead": dead / len(groups),
+        "tokens/total": sum(len(sample) for sample in samples),
+        "tokens/trained": sum(sum(sample.loss_mask) for sample in samples),
+    }
+    return samples, row | {f"tokens/excluded/{reason}": count for reason, count in excluded.items()}
+
+
+def step_tasks(tasks: Sequence[Task], step: int, count: int, seed: int) -> list[Task]:
+    """The tasks of a step (1, 2, …): each epoch goes through all of them in its own order, and drops what is left over
+    at its end. The same arguments give the same tasks, so a run that continues sees what it would have seen."""
+    steps_per_epoch = len(tasks) // count
+    epoch, place = divmod(step - 1, steps_per_epoch)
+    order = random.Random(f"{seed}/{epoch}").sample(range(len(tasks)), len(tasks))
+    return [tasks[index] for index in order[place * count : (place + 1) * count]]
+
+
+def check_sizes(config: GrpoConfig, tasks: Sequence[Task], *, max_context_tokens: int) -> None:
+    """Refuse, before anything is loaded, what could not train.
+
+    Raises:
+        ValueError: fewer tasks than a step takes, or a micro-batch smaller than a trajectory can be.
+    """
+    if len(tasks) < config.tasks_per_step:
+        raise ValueError(
+            f"the task set has {len(tasks)} tasks, fewer than tasks_per_step = {config.tasks_per_step}; "
+            "lower grpo.tasks_per_step or raise grpo.num_tasks"
+        )
+    if config.max_micro_batch_tokens < max_context_tokens:
+        raise ValueError(
+            f"grpo.max_micro_batch_tokens = {config.max_micro_batch_tokens} is smaller than "
+            f"rollout.engine.max_context_tokens = {max_context_tokens}: the longest trajectory would not fit"
+        )
+
+
+def resume_point(folder: Path, config: Mapping[str, Any]) -> tuple[Path, int] | None:
+    """Where a run continues: its newest checkpoint and step, or None for a new run. Writes the resolved configuration.
+
+    Raises:
+        ValueError: the folder holds a run with another configuration.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    text = json.dumps(config, indent=2, sort_keys=True)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        old = json.loads(path.read_text(encoding="utf-8"))
+        raise ValueError(
+            f"{folder} holds a run with another configuration ({_first_difference(old, config)}); delete the folder or "
+            "choose another output_dir"
+        )
+    path.write_text(text, encoding="utf-8")
+    return latest_checkpoint(folder / "checkpoints")
+
+
+def restore(learner: Learner, checkpoint: Path) -> None:
+    learner.load_state(load_state(checkpoint))
+
+
+def _first_difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str:
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict) and a != b:
+            return _first_difference(a, b, f"{prefix}{key}.")
+        if a != b:
+            return f"{prefix}{key} was {a!r}, now {b!r}"
+    return "no difference"
+
+
+def set_seed(seed: int) -> None:
+    """The trainer draws nothing at random today; this keeps a model with dropout reproducible."""
+    torch.manual_seed(seed)

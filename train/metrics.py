@@ -1,0 +1,85 @@
+"""Where a run's numbers go: `metrics.jsonl`, one row a step, and Weights & Biases.
+
+The file is live: a row is there as soon as its step is done. Weights & Biases gets a step once it is safe in a
+checkpoint, since what it has seen cannot be taken back when a killed run continues from an earlier step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from train.config import WandbConfig
+
+
+class MetricsLog:
+    """Rows by step. `start_after` is the step that the run continues from; later rows of a killed run are removed."""
+
+    def __init__(self, folder: Path, *, start_after: int, wandb_config: WandbConfig, config: Mapping[str, Any]) -> None:
+        self._path = folder / "metrics.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read_metrics(self._path) if row["step"] <= start_after] if self._path.exists() else []
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        temporary.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._pending: list[Mapping[str, Any]] = []
+        self._run = _start_wandb(folder, wandb_config, config)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add the row of one step; it must have the key `step`."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self._pending.append(row)
+
+    def publish(self) -> None:
+        """The steps so far are in a checkpoint: hand them to Weights & Biases."""
+        if self._run is not None:
+            for row in self._pending:
+                self._run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+        self._pending.clear()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._run is not None:
+            self._run.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a torn last line is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _start_wandb(folder: Path, settings: WandbConfig, config: Mapping[str, Any]) -> Any:
+    mode = settings.mode
+    if mode == "disabled":
+        return None
+    if mode == "auto":
+        has_key = bool(os.environ.get("WANDB_API_KEY")) or "api.wandb.ai" in _netrc()
+        mode = "online" if has_key else "offline"
+    # One id for each run folder: a run that continues is the same run there.
+    run_id = folder / "wandb" / "run_id"
+    run_id.parent.mkdir(parents=True, exist_ok=True)
+    if not run_id.exists():
+        run_id.write_text(wandb.util.generate_id())
+    return wandb.init(
+        project=settings.project,
+        name=folder.name,
+        id=run_id.read_text(),
+        resume="allow",
+        mode=mode,
+        dir=folder,
+        config=dict(config),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+
+
+def _netrc() -> str:
+    path = Path.home() / ".netrc"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
