@@ -97,10 +97,9 @@ class TemplateRenderer:
         return [segment for segment in segments if segment.token_ids]
 
     def turn_ids(self, message: Message) -> tuple[int, ...]:
-        ids = self._encode(message.content, is_content=True)
         pieces = format_calls(message.tool_calls)
-        if message.content and pieces:
-            pieces.insert(0, "\n")
+        # One piece: many tokenizers have a token for a full stop and the line break after it.
+        ids = self._encode(message.content + ("\n" if message.content and pieces else ""), is_content=True)
         for piece in pieces:
             ids += self._encode(piece, is_content=piece not in (OPEN, CLOSE))
         return (*ids, self.stop_token_ids[0])

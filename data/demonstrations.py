@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.chat import Renderer
+from data.jsonl import plain_json
 from data.rows import SampleBuilder
 from data.types import Segment, Source, TrainingSample
 from envs.types import Message, ToolCall, ToolSpec
@@ -119,10 +120,10 @@ def read_demonstrations(path: Path) -> Iterator[Demonstration]:
         FileNotFoundError: there is no such file.
         ValueError: a line cannot be read; the message names file, line and what is wrong.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line)
+                row = plain_json(json.loads(line))
                 yield Demonstration(
                     task_id=str(row.get("task_id", f"{path.stem}-{number}")),
                     messages=tuple(_message(message) for message in row["messages"]),
@@ -138,10 +139,12 @@ def _message_row(message: Message) -> dict[str, Any]:
 
 
 def _message(row: Mapping[str, Any]) -> Message:
-    calls: Sequence[Mapping[str, Any]] = row.get("tool_calls") or ()
+    content, calls = row.get("content") or "", row.get("tool_calls") or ()
+    if not isinstance(content, str):
+        raise ValueError(f"content must be text, not {type(content).__name__}")
     return Message(
         role=row["role"],
-        content=row.get("content") or "",
+        content=content,
         tool_calls=tuple(_call(call, index) for index, call in enumerate(calls)),
         call_id=str(row.get("tool_call_id", "")) if row["role"] == "tool" else None,
         train=bool(row.get("train", True)),
@@ -153,7 +156,7 @@ def _call(row: Mapping[str, Any], index: int) -> ToolCall:
     arguments = function["arguments"]
     # The wire format holds the arguments as a JSON string, templates want the object: both are accepted.
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = plain_json(json.loads(arguments))
     if not isinstance(arguments, dict):
         raise ValueError(f"arguments of call {function['name']!r} are not an object")
     return ToolCall(call_id=str(row.get("id", f"call_{index}")), name=function["name"], arguments=arguments)

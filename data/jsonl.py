@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 Row = TypeVar("Row")
+
+# Writers refuse values nested deeper than 255; nothing that a person or a model means comes near this.
+_MAX_DEPTH = 64
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def append_line(file: BinaryIO, kind: TypeAdapter[Row], row: Row) -> None:
@@ -34,6 +40,28 @@ def read_lines(path: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:
                 first = error.errors()[0]
                 where = ".".join(str(part) for part in first["loc"]) or "the row"
                 raise ValueError(f"{path}, line {number}: {where}: {first['msg']}") from error
+
+
+def plain_json(value: Any, depth: int = 0) -> Any:
+    """A decoded JSON value as every writer and tokenizer can take it: half a surrogate pair becomes U+FFFD.
+
+    Raises:
+        ValueError: it is nested too deeply, or a number is not finite.
+
+    >>> plain_json(["a\\ud83c", 1])
+    ['a�', 1]
+    """
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(value, str):
+        return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number is not finite")
+    if isinstance(value, list):
+        return [plain_json(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {plain_json(key): plain_json(item, depth + 1) for key, item in value.items()}
+    return value
 
 
 def drop_torn_line(path: Path) -> None:

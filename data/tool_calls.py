@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data.jsonl import plain_json
 from envs.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -75,11 +76,11 @@ def _read_block(text: str, start: int, call_id: str) -> tuple[ToolCall | CallErr
     body = start + len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = json.JSONDecoder().raw_decode(text, body)
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = plain_json(value)
+    except (ValueError, RecursionError) as error:
         close = text.find(CLOSE, start)
         end = len(text) if close < 0 else close + len(CLOSE)
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        return CallError(call_id=call_id, text=_malformed(reason)), end
+        return CallError(call_id=call_id, text=_malformed(_reason(error))), end
     close = text.find(CLOSE, end)
     between = text[end:close] if close >= 0 else text[end:]
     after = len(text) if close < 0 else close + len(CLOSE)
@@ -95,6 +96,15 @@ def _checked(value: Any, call_id: str) -> ToolCall | CallError:
     if not isinstance(arguments, dict):
         return CallError(call_id=call_id, text=_malformed("'arguments' must be an object"))
     return ToolCall(call_id=call_id, name=value["name"], arguments=arguments)
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    # Python's own words about a number of thousands of digits name a setting of the host.
+    return "a number is too long" if "digits" in str(error) else str(error)
 
 
 def _malformed(reason: str) -> str:

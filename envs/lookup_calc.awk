@@ -30,8 +30,9 @@ function calculate(expression,    value) {
     text = expression
     gsub(/[ \t]/, "", text)
     place = 1
-    problem = ""
-    value = sum(0)
+    # Without this, "1 2" would be 12 once the blanks are gone.
+    problem = expression ~ /[0-9.][ \t]+[0-9.]/ ? "two numbers without an operator between them" : ""
+    if (problem == "") value = sum(0)
     if (problem == "" && place <= length(text)) problem = "unexpected " quoted(substr(text, place, 1))
     if (problem != "") fail("error: " problem " in " quoted(expression) "; use numbers, + - * / and parentheses")
     else print shown(value)

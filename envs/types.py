@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -70,6 +70,8 @@ class Message:
     train: bool = True
 
     def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise ValueError(f"role {self.role!r} is unknown; roles: {', '.join(get_args(Role))}")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"only an assistant message may hold tool calls, not a {self.role} message")
         if (self.call_id is not None) != (self.role == "tool"):

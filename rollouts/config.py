@@ -56,11 +56,10 @@ class SamplingConfig(Section):
 
 
 class EvalConfig(Section):
-    """An evaluation: `attempts` at each of `num_tasks` tasks of a split, sampled as `rollout` says."""
+    """Which tasks an evaluation attempts, sampled as `rollout` says."""
 
     split: Literal["train", "heldout"] = "heldout"
     num_tasks: int = Field(100, ge=1)
-    attempts: int = Field(8, ge=1)
 
 
 class SynthesizeConfig(Section):

@@ -51,11 +51,13 @@ class Runner:
             async with await self._start_sandbox(task) as sandbox:
                 session = self.env.session(task, sandbox)
                 try:
-                    async with asyncio.timeout(self.limits.wall_clock_s):
+                    async with asyncio.timeout(self.limits.wall_clock_s) as clock:
                         stop_reason = await self._converse(progress, session)
                 except TimeoutError:
+                    if not clock.expired():  # somebody else's time-out: a failure like any other
+                        raise
                     stop_reason = StopReason.WALL_CLOCK
-                reward_terms = dict(await session.grade(progress.messages))
+                reward_terms = await self._grade(progress, session)
         except SandboxError as failure:
             stop_reason, error = StopReason.SANDBOX_ERROR, str(failure)
         except EngineError as failure:
@@ -86,6 +88,13 @@ class Runner:
         except TimeoutError as error:
             raise SandboxError(f"no sandbox within {self.limits.wall_clock_s:g} s (limits.wall_clock_s)") from error
 
+    async def _grade(self, progress: _Progress, session: Session) -> dict[str, float]:
+        try:
+            async with asyncio.timeout(self.limits.wall_clock_s):
+                return dict(await session.grade(progress.messages))
+        except TimeoutError as error:
+            raise SandboxError(f"no reward within {self.limits.wall_clock_s:g} s (limits.wall_clock_s)") from error
+
     async def _converse(self, progress: _Progress, session: Session) -> StopReason:
         for segment in self.renderer.opening(progress.messages, self.env.tools):
             progress.stream.append(segment)
@@ -111,7 +120,13 @@ class Runner:
             parse_errors = parse_errors + 1 if any(isinstance(call, CallError) for call in parsed.calls) else 0
             if parse_errors == self.limits.max_parse_errors:
                 return StopReason.PARSE_ERRORS
-            for segment in self.renderer.bridge(progress.messages[-len(results) :], completion.finish_reason):
+            # An engine that ends at a token of its own leaves the turn open: then the bridge closes it.
+            closed = completion.token_ids[-1] in self.renderer.stop_token_ids
+            bridge = self.renderer.bridge(progress.messages[-len(results) :], "stop" if closed else "length")
+            if len(progress.stream) + sum(len(s.token_ids) for s in bridge) >= self.engine.max_context_tokens:
+                # Nothing could be sampled after it; without it, every stream fits the context and a micro-batch.
+                return StopReason.CONTEXT_FULL
+            for segment in bridge:
                 progress.stream.append(segment)
         return StopReason.MAX_TURNS
 

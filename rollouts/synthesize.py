@@ -48,8 +48,12 @@ async def synthesize(
             return None
         return Demonstration(task_id=task.task_id, messages=tuple(messages), tools=tuple(env.tools))
 
-    async with asyncio.TaskGroup() as running:
-        attempts = [running.create_task(attempt(task)) for task in tasks]
+    try:
+        async with asyncio.TaskGroup() as running:
+            attempts = [running.create_task(attempt(task)) for task in tasks]
+    except ExceptionGroup as failures:
+        # The first failure ended the other attempts; it is the one that says what went wrong.
+        raise failures.exceptions[0] from None
     kept = [done for one in attempts if (done := one.result()) is not None]
     return Synthesis(demonstrations=kept, dropped=len(tasks) - len(kept))
 

@@ -18,10 +18,12 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scripts.base_model_corpus import copy_probes, documents, tokenizer_texts
+from scripts.base_model_init import start_with_induction
 from scripts.base_model_tokenizer import train_tokenizer
 
 MAX_LENGTH = 1024
 VOCAB_SIZE = 768
+HEADS, HIDDEN_SIZE = 4, 128
 ROW_LENGTHS = (256, 320, 384)
 WARMUP_STEPS = 100
 
@@ -31,14 +33,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32 * args.heads,
-        intermediate_size=3 * 32 * args.heads,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=3 * HIDDEN_SIZE,
         num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
         head_dim=32,
         max_position_embeddings=MAX_LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -46,6 +48,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
+    start_with_induction(model)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -71,44 +74,6 @@ def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int, batch_tokens: int)
         del buffer[:wanted]
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum whose step is made orthogonal (https://kellerjordan.github.io/posts/muon/), in float32.
-
-    torch's own works in bfloat16, which a CPU without bfloat16 units takes ten times as long for. The step is
-    scaled to AdamW's usual size, so that one learning rate serves both (https://arxiv.org/abs/2502.16982).
-    """
-
-    def __init__(self, matrices: list[torch.nn.Parameter], *, lr: float, momentum: float = 0.95) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
-                average.lerp_(matrix.grad, 1 - group["momentum"])
-                step = orthogonal(matrix.grad.lerp(average, group["momentum"]))
-                matrix.sub_(step, alpha=group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
-
-
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest matrix with singular values near 1, by five Newton-Schulz iterations; [rows, columns]."""
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    wide = wide / (wide.norm() + 1e-7)
-    for _ in range(5):
-        square = wide @ wide.T
-        wide = 3.4445 * wide + (-4.7750 * square + 2.0315 * square @ square) @ wide
-    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
-
-
-def make_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for embeddings and norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    adamw = torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    return [adamw, Muon(matrices, lr=args.learning_rate)]
-
-
 def schedule(step: int, steps: int) -> float:
     """Factor of the learning rate: linear warmup, then a cosine down to zero."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
@@ -117,25 +82,24 @@ def schedule(step: int, steps: int) -> float:
 
 def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> float:
     """Train in place; returns the mean loss (nats per token) of the last 50 steps."""
-    optimizers = make_optimizers(model, args)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, args.steps)) for optimizer in optimizers
-    ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, args.steps))
     started, losses = time.monotonic(), []
     source = batches(tokenizer, seed=args.seed, batch_tokens=args.batch_tokens)
     for step, rows in enumerate(islice(source, args.steps), start=1):
         loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, scheduler in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
         if step % 50 == 0 or step == args.steps:
             recent, elapsed_s = losses[-50:], time.monotonic() - started
             left_s = elapsed_s / step * (args.steps - step)
             copied = copy_accuracy(model, tokenizer, 16) if step % 250 == 0 else {}
+            if step % 250 == 0:
+                save(model, tokenizer, args.output)
             print(f"step {step}/{args.steps}  loss {sum(recent) / len(recent):.3f}  {left_s:.0f} s left  {copied}", flush=True)
     recent = losses[-50:]
     return sum(recent) / len(recent)
@@ -152,6 +116,14 @@ def copy_accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, c
     return {kind: round(sum(hits) / len(hits), 3) for kind, hits in right.items()}
 
 
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the ordinary Hugging Face folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # save_pretrained makes the weights readable for their owner alone; the folder is shipped.
+    (folder / "model.safetensors").chmod(0o644)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Make the embedded base model: tokenizer, chat template and weights.",
@@ -161,10 +133,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder to write (made when missing)")
     parser.add_argument("--seed", type=int, default=0, help="of the data and of the initial weights")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps; 0 keeps random weights")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in an optimizer step")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of the schedule")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in an optimizer step")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads of 32 dimensions each")
     return parser.parse_args(argv)
 
 
@@ -178,10 +149,7 @@ def main() -> None:
         loss = pretrain(model, tokenizer, args)
         print(f"final loss {loss:.3f} nats a token, {time.monotonic() - started:.0f} s")
         print(f"copied without a mistake: {copy_accuracy(model, tokenizer, 200)}")
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    # save_pretrained makes the weights readable for their owner alone; the folder is shipped.
-    (args.output / "model.safetensors").chmod(0o644)
+    save(model, tokenizer, args.output)
 
 
 if __name__ == "__main__":

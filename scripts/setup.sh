@@ -108,16 +108,16 @@ drop_half_installed() {
     rm -rf "$(site_packages)"/~*
 }
 
-# How far pip is, from its log and from what lies in site-packages.
+# How far pip is, from its log after line $1 and from what lies in site-packages.
 progress() {
     local total verb count
     total="$(grep -c '==' "$root/constraints/$extra.txt")"
-    if grep -q '^Installing collected packages' "$log"; then
+    if tail -n "+$1" "$log" | grep '^Installing collected packages' >/dev/null; then
         verb=unpacked
         count="$(find "$site" -maxdepth 1 -name '*.dist-info' | wc -l)"
     else
         verb=fetched
-        count="$(grep -cE '^(Collecting|Processing) ' "$log" || true)"
+        count="$(tail -n "+$1" "$log" | grep -cE '^(Collecting|Processing|Requirement already) ' || true)"
     fi
     printf '%s %d of about %d packages, %d s' "$verb" "$count" "$total" "$SECONDS"
 }
@@ -132,16 +132,19 @@ stop_pip() {
 
 # pip install "$@", with its output in the log and one moving line on the screen. pip's own status.
 pip_install() {
-    local status=0 next=30
+    local status=0 next=$((SECONDS + 30)) from
+    from="$(($(wc -l <"$log") + 1))"
     # bash lets children in the background ignore Ctrl-C: it has to be passed on.
     trap stop_pip INT TERM HUP
-    "$python" -m pip install --no-input --progress-bar off --disable-pip-version-check "$@" >>"$log" 2>&1 &
+    # Byte code is written at the first import instead, and only for what is imported: that saves a minute.
+    "$python" -m pip install --no-input --no-compile --progress-bar off --disable-pip-version-check "$@" \
+        >>"$log" 2>&1 &
     pip_pid=$!
     while kill -0 "$pip_pid" 2>/dev/null; do
         if [ -t 1 ]; then
-            printf '\r\033[Ksetup: %s' "$(progress)"
+            printf '\r\033[Ksetup: %s' "$(progress "$from")"
         elif [ "$SECONDS" -ge "$next" ]; then
-            say "$(progress)"
+            say "$(progress "$from")"
             next=$((SECONDS + 30))
         fi
         sleep 1

@@ -50,6 +50,16 @@ def save_checkpoint(
     return final
 
 
+def save_final(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write a finished run's model to `folder/final`, in one move: when it is there, the run has finished."""
+    final, temporary = folder / "final", folder / ".final.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    temporary.rename(final)
+    return final
+
+
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """The optimizer and schedule of a checkpoint."""
     return torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)

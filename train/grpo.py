@@ -5,7 +5,6 @@ Process 0 owns the engine and the sandboxes, and samples for all; every process 
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections import Counter
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +32,7 @@ from rollouts.summary import summarise
 from rollouts.types import Trajectory, TrajectoryGroup
 from rollouts.weight_check import WeightProbe
 from train.advantages import group_advantages
-from train.checkpoint import latest_checkpoint, load_state, save_checkpoint
+from train.checkpoint import save_checkpoint, save_final
 from train.config import CheckpointConfig, GrpoConfig
 from train.learner import Learner
 from train.metrics import MetricsLog
@@ -96,6 +94,8 @@ class GrpoRun:
                 "time/sync_s": done - updated,
             }
             self._finish_step(step, row)
+        if self.log is not None and not (self.folder / "final").exists():
+            save_final(self.folder, model=self.learner.model, tokenizer=self.tokenizer)
 
     async def _sample(self, step: int) -> tuple[list[TrainingSample], dict[str, Any]]:
         """The step's samples, in every process, and the row of metrics that describes them."""
@@ -208,41 +208,3 @@ def check_sizes(config: GrpoConfig, tasks: Sequence[Task], *, max_context_tokens
             f"grpo.max_micro_batch_tokens = {config.max_micro_batch_tokens} is smaller than "
             f"rollout.engine.max_context_tokens = {max_context_tokens}: the longest trajectory would not fit"
         )
-
-
-def resume_point(folder: Path, config: Mapping[str, Any]) -> tuple[Path, int] | None:
-    """Where a run continues: its newest checkpoint and step, or None for a new run. Writes the resolved configuration.
-
-    Raises:
-        ValueError: the folder holds a run with another configuration.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    text = json.dumps(config, indent=2, sort_keys=True)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        old = json.loads(path.read_text(encoding="utf-8"))
-        raise ValueError(
-            f"{folder} holds a run with another configuration ({_first_difference(old, config)}); delete the folder or "
-            "choose another output_dir"
-        )
-    path.write_text(text, encoding="utf-8")
-    return latest_checkpoint(folder / "checkpoints")
-
-
-def restore(learner: Learner, checkpoint: Path) -> None:
-    learner.load_state(load_state(checkpoint))
-
-
-def _first_difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str:
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict) and a != b:
-            return _first_difference(a, b, f"{prefix}{key}.")
-        if a != b:
-            return f"{prefix}{key} was {a!r}, now {b!r}"
-    return "no difference"
-
-
-def set_seed(seed: int) -> None:
-    """The trainer draws nothing at random today; this keeps a model with dropout reproducible."""
-    torch.manual_seed(seed)

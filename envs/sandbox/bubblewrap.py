@@ -9,6 +9,7 @@ whole, and see that a process ran out of memory (`oom_killed` is always False); 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Self
 
 from envs.sandbox.base import SandboxError, SandboxSpec, SandboxUnavailableError
-from envs.sandbox.command import COMMAND_ENVIRONMENT, KILLED_EXIT_CODE, CommandFactory, CommandSandbox, RawResult
+from envs.sandbox.command import COMMAND_ENVIRONMENT, KILLED_EXIT_CODE, CommandSandbox, RawResult
+from envs.sandbox.factory import CommandFactory
 from envs.sandbox.folder import make_folder, remove_folder
 from envs.sandbox.process import run_process
 
@@ -55,10 +57,8 @@ class BubblewrapSandbox(CommandSandbox):
         status = bytearray()
 
         def read_status() -> None:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 status.extend(os.read(reader, 4096))
-            except BlockingIOError:
-                pass
 
         def kill(_pid: int) -> None:
             # Ending the first process inside, and not bwrap, makes bwrap reap it; so when bwrap has ended, all of
@@ -110,7 +110,7 @@ class BubblewrapFactory(CommandFactory):
 
     def __init__(self, folder: Path, launcher: Sequence[str], owner: int | None) -> None:
         super().__init__()
-        self._folder = folder
+        self.folder = folder
         self._launcher = launcher
         self._owner = owner
 
@@ -138,11 +138,11 @@ class BubblewrapFactory(CommandFactory):
         return factory
 
     async def _start(self, spec: SandboxSpec) -> BubblewrapSandbox:
-        folder = await asyncio.to_thread(make_folder, self._folder, spec.files, self._owner)
+        folder = await asyncio.to_thread(make_folder, self.folder, spec.files, self._owner)
         return BubblewrapSandbox(folder, spec, self._launcher)
 
     async def _release(self) -> None:
-        await asyncio.to_thread(remove_folder, self._folder)
+        await asyncio.to_thread(remove_folder, self.folder)
 
 
 def _programs(owner: int | None) -> list[str]:
@@ -173,11 +173,11 @@ def _make_root(owner: int | None) -> Path:
 def _mounts(folder: Path) -> list[str]:
     """What of the machine is seen. Everything is read-only; only /work, /tmp and /dev/shm can be written."""
     mounts: list[str] = []
-    for name in VISIBLE:
-        if os.path.islink(name):
-            mounts += ["--symlink", os.readlink(name), name]
-        elif os.path.exists(name):
-            mounts += ["--ro-bind", name, name]
+    for place in map(Path, VISIBLE):
+        if place.is_symlink():
+            mounts += ["--symlink", str(place.readlink()), str(place)]
+        elif place.exists():
+            mounts += ["--ro-bind", str(place), str(place)]
     for name in ETC:
         mounts += ["--ro-bind", str(folder / "etc" / name), f"/etc/{name}"]
     mounts += ["--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
@@ -194,7 +194,7 @@ def _why_blocked(error: SandboxError) -> str:
     return f"bubblewrap: {text} (version 0.8 or later is needed: apt-get install bubblewrap)"
 
 
-def _status_value(status: bytes, key: str) -> int | None:
+def _status_value(status: bytearray, key: str) -> int | None:
     """A number from bwrap's status lines, JSON objects such as `{ "child-pid": 7 }`; the last line may be cut."""
     for line in status.splitlines():
         try:

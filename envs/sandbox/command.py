@@ -7,6 +7,7 @@ policy's: a symbolic link to a secret of the host must end where the sandbox end
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from envs.sandbox.base import SandboxError, SandboxLimits, SandboxSpec, relative_path
+from envs.sandbox.base import SandboxError, SandboxLimits, relative_path
 from envs.types import ExecResult
 
 # No pager, editor or prompt may wait for a person who is not there.
@@ -32,7 +33,11 @@ COMMAND_ENVIRONMENT: Mapping[str, str] = {
 
 # More output than this on one stream is a flood: the command is ended. Up to here, what is past the caller's limit is
 # read and thrown away, so that a verbose command still ends by itself with its own exit code.
-FLOOD_BYTES = 64 * 1024 * 1024
+FLOOD_BYTES = 16 * 1024 * 1024
+
+# What Linux takes as one argument, and safely as all of them; longer ones get the shell's usual answer everywhere.
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1
+MAX_ARGUMENTS_BYTES = 1024 * 1024
 
 TIMEOUT_EXIT_CODE = 124
 KILLED_EXIT_CODE = 128 + 9
@@ -104,10 +109,11 @@ class CommandSandbox(ABC):
         self.name = name
         self._limits = limits
         self._closed = False
+        self._running: set[asyncio.Task[RawResult]] = set()
 
     @abstractmethod
     async def _run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes, max_output_bytes: int) -> RawResult:
-        """Run a checked command; when it is cancelled or late, end every process of the command first."""
+        """Run a checked command; when it is late or cancelled, end every process of it before that is told."""
 
     @abstractmethod
     async def _release(self) -> None:
@@ -123,11 +129,12 @@ class CommandSandbox(ABC):
         Raises:
             ValueError: `argv` is empty or holds a NUL, which no program can be given.
         """
-        self._check_open()
         started = time.perf_counter()
-        done = await self._run(
-            checked_argv(argv), timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes
-        )
+        argv = checked_argv(argv)
+        if _too_long(argv):
+            self._check_open()
+            return ExecResult(exit_code=126, stdout="", stderr="argument list too long\n")
+        done = await self._owned(argv, timeout_s, stdin, max_output_bytes)
         return ExecResult(
             exit_code=TIMEOUT_EXIT_CODE if done.timed_out else done.exit_code,
             stdout=_text(done.stdout, max_output_bytes),
@@ -162,14 +169,30 @@ class CommandSandbox(ABC):
             raise OSError(f"{self.name}: {path!r} cannot be written{_reason(done)}")
 
     async def _file_command(self, script: str, path: str, stdin: bytes, max_output_bytes: int) -> RawResult:
-        self._check_open()
-        argv = ["sh", "-c", script, "sh", "./" + relative_path(path)]
-        done = await self._run(argv, timeout_s=FILE_TIMEOUT_S, stdin=stdin, max_output_bytes=max_output_bytes)
+        argv = checked_argv(["sh", "-c", script, "sh", "./" + relative_path(path)])
+        done = await self._owned(argv, FILE_TIMEOUT_S, stdin, max_output_bytes)
         if done.timed_out:
             raise SandboxError(f"{self.name}: {path!r} was not read or written within {FILE_TIMEOUT_S:.0f} s")
         if done.exit_code == _OUTSIDE:
             raise ValueError(f"path {path!r} is a link that leaves the working folder")
         return done
+
+    async def _owned(self, argv: Sequence[str], timeout_s: float, stdin: bytes, max_output_bytes: int) -> RawResult:
+        """`_run`, as a task that `close` can end."""
+        self._check_open()
+        running = asyncio.ensure_future(
+            self._run(argv, timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes)
+        )
+        self._running.add(running)
+        try:
+            return await running
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._closed and caller is not None and not caller.cancelling():
+                raise SandboxError(f"{self.name}: the sandbox was closed while a command ran") from None
+            raise
+        finally:
+            self._running.discard(running)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -181,55 +204,13 @@ class CommandSandbox(ABC):
 
     async def close(self) -> None:
         """End every process and remove everything. Safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            await self._release()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-class CommandFactory(ABC):
-    """The `SandboxFactory` protocol on top of `_start` and `_release`; it knows which sandboxes are still open."""
-
-    name: str
-
-    def __init__(self) -> None:
-        self._sandboxes: set[CommandSandbox] = set()
-        self._closed = False
-
-    @abstractmethod
-    async def _start(self, spec: SandboxSpec) -> CommandSandbox:
-        """A new sandbox; when it fails or is cancelled, nothing of it is left that `_release` would miss."""
-
-    @abstractmethod
-    async def _release(self) -> None:
-        """Release what the factory holds. Called once, when its sandboxes are closed."""
-
-    async def start(self, spec: SandboxSpec) -> CommandSandbox:
-        """See `SandboxFactory.start`."""
-        if self._closed:
-            raise SandboxError(f"{self.name}: the factory is closed; open a new one")
-        self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
-        sandbox = await self._start(spec)
-        self._sandboxes.add(sandbox)
-        return sandbox
-
-    async def close(self) -> None:
-        """Close every sandbox that is still open, and release what the factory holds. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        try:
-            for sandbox in self._sandboxes:
-                await sandbox.close()
-        finally:
-            await self._release()
+        for running in self._running:
+            running.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._release()
 
     async def __aenter__(self) -> Self:
         return self
@@ -251,6 +232,11 @@ def checked_argv(argv: Sequence[str]) -> list[str]:
     if any("\0" in argument for argument in argv):
         raise ValueError("argv must not hold NUL characters: replace them first")
     return [argument.encode("utf-8", "replace").decode("utf-8") for argument in argv]
+
+
+def _too_long(argv: Sequence[str]) -> bool:
+    sizes = [len(argument.encode()) for argument in argv]
+    return max(sizes) > MAX_ARGUMENT_BYTES or sum(sizes) > MAX_ARGUMENTS_BYTES
 
 
 def _text(data: bytes, max_output_bytes: int) -> str:

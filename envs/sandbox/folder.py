@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -18,16 +19,18 @@ REMOVE_PAUSE_S = 0.05
 def make_folder(parent: Path, files: Mapping[str, bytes], owner: int | None) -> Path:
     """A new folder in `parent` that holds `files`; all of it belongs to the user id `owner` (None: to this process).
 
-    It may write from outside only because no command has run in the folder yet.
+    It may write from outside only because no command has run in the folder yet. When it fails, what it made stays in
+    `parent`, which the factory removes.
 
     Raises:
         ValueError: a path leaves the folder.
         SandboxError: the disk is full, or two files are in each other's way.
     """
+    paths = [relative_path(path) for path in files]
     try:
         folder = Path(tempfile.mkdtemp(prefix="work-", dir=parent))
-        for path, content in files.items():
-            target = folder / relative_path(path)
+        for path, content in zip(paths, files.values(), strict=True):
+            target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
         if owner is not None:
@@ -54,9 +57,7 @@ def remove_folder(folder: Path) -> None:
 
 def _unlock(_function: object, path: str, _error: object) -> None:
     """Give this process the rights to a folder that a command locked (mode 000); the next try removes it."""
-    for place in (os.path.dirname(path), path):
-        if os.path.isdir(place) and not os.path.islink(place):
-            try:
-                os.chmod(place, 0o700)
-            except OSError:
-                continue
+    for place in (Path(path).parent, Path(path)):
+        if place.is_dir() and not place.is_symlink():
+            with contextlib.suppress(OSError):
+                place.chmod(0o700)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envs.sandbox.base import SandboxSpec
-from envs.sandbox.command import COMMAND_ENVIRONMENT, CommandFactory, CommandSandbox, RawResult
+from envs.sandbox.command import COMMAND_ENVIRONMENT, CommandSandbox, RawResult
+from envs.sandbox.factory import CommandFactory
 from envs.sandbox.folder import make_folder, remove_folder
 from envs.sandbox.process import run_process
 
@@ -44,16 +45,16 @@ class LocalSandbox(CommandSandbox):
 
 
 class LocalFactory(CommandFactory):
-    """Starts `LocalSandbox`es. `parent` is where the working folders are made, the system's temporary folder if None."""
+    """Starts `LocalSandbox`es. Their folders are made in `parent`, or in the system's temporary folder."""
 
     name = "local"
 
     def __init__(self, parent: Path | None = None) -> None:
         super().__init__()
-        self._parent = parent if parent is not None else Path(tempfile.gettempdir())
+        self.folder = Path(tempfile.mkdtemp(prefix="agentgrad-local-", dir=parent))
 
     async def _start(self, spec: SandboxSpec) -> LocalSandbox:
-        return LocalSandbox(await asyncio.to_thread(make_folder, self._parent, spec.files, None), spec)
+        return LocalSandbox(await asyncio.to_thread(make_folder, self.folder, spec.files, None), spec)
 
     async def _release(self) -> None:
-        pass
+        await asyncio.to_thread(remove_folder, self.folder)

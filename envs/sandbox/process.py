@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +79,6 @@ async def run_process(
     try:
         transport, output = await _spawn(argv, cwd, environment, bool(stdin), max_output_bytes, pass_fds)
     except OSError as error:
-        if error.errno == errno.E2BIG:  # the command's own fault
-            return RawResult(exit_code=126, stdout=b"", stderr=b"argument list too long\n")
         raise SandboxError(f"{argv[0]} could not be started in {cwd}: {error.strerror}") from error
     timed_out = False
     try:
@@ -131,9 +128,7 @@ def _feed(transport: asyncio.SubprocessTransport, stdin: bytes) -> None:
         pipe.write_eof()
 
 
-async def _end(
-    transport: asyncio.SubprocessTransport, output: _Output, kill: Callable[[int], None] | None
-) -> None:
+async def _end(transport: asyncio.SubprocessTransport, output: _Output, kill: Callable[[int], None] | None) -> None:
     """End the process if it still runs, then its whole group: members may be left when it ended by itself."""
     pid = transport.get_pid()
     if kill is not None and not output.exited.done():

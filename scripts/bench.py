@@ -1,0 +1,56 @@
+"""Benchmarks: figures measured in one run, the last line of output is one JSON object.
+
+    learning    the quickstart for several seeds: held-out success before and after GRPO
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.console import run_main
+from scripts.quickstart import quickstart
+from train.report.evaluations import read_evaluation
+
+EXAMPLE = "python -m scripts.bench learning --seeds 0 1 2"
+
+
+def learning(folder: Path, seeds: list[int]) -> dict[str, Any]:
+    """Run the quickstart once for each seed, and compare the evaluations of its stages."""
+    runs: list[dict[str, Any]] = []
+    for seed in seeds:
+        started = time.perf_counter()
+        run = folder / f"seed-{seed}"
+        quickstart(run, configs="quickstart", seed=seed)
+        wall_s = time.perf_counter() - started
+        results = {stage: read_evaluation(run / "eval" / f"{stage}.json").evaluation for stage in ("base", "sft", "grpo")}
+        row: dict[str, Any] = {"seed": seed, "wall_s": round(wall_s, 1)}
+        for stage, result in results.items():
+            row |= {
+                f"{stage}_success": round(result.success, 4),
+                f"{stage}_stderr": round(result.success_stderr, 4),
+                f"{stage}_pass@8": round(result.pass_at_k[8], 4),
+                f"{stage}_pass^8": round(result.pass_hat_k[8], 4),
+            }
+        row["gain_points"] = round(100 * (results["grpo"].success - results["sft"].success), 1)
+        runs.append(row)
+        print(json.dumps(row), flush=True)
+    return {"benchmark": "learning", "runs": runs, "least_gain_points": min(run["gain_points"] for run in runs)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"example: {EXAMPLE}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=["learning"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/bench_learning"))
+    arguments = parser.parse_args()
+    print(json.dumps(learning(arguments.output_dir, arguments.seeds)))
+
+
+if __name__ == "__main__":
+    run_main(main)

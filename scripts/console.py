@@ -1,0 +1,61 @@
+"""What all commands share: one-line errors, and progress that reads well on a terminal and in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from data.gate import GateError
+from envs.sandbox.base import SandboxError
+from rollouts.engine import EngineError
+
+EXPECTED = (ValueError, FileNotFoundError, PermissionError, SandboxError, EngineError, GateError)
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a command. What a person can do something about is one line and exit code 2; a violated gate is exit code 1;
+    anything else is a fault of ours and keeps its traceback. AGENTGRAD_DEBUG=1 keeps every traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted; start the same command again to continue", file=sys.stderr)
+        sys.exit(130)
+    except BaseExceptionGroup as group:
+        expected, other = group.split(EXPECTED)
+        if expected is None or other is not None or os.environ.get("AGENTGRAD_DEBUG"):
+            raise
+        _exit_with(_first(expected))
+    except EXPECTED as error:
+        if os.environ.get("AGENTGRAD_DEBUG"):
+            raise
+        _exit_with(error)
+
+
+def progress() -> Progress:
+    """A progress bar on stderr; without a terminal nothing is drawn, and the lines of result tell the story."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _exit_with(error: BaseException) -> None:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(1 if isinstance(error, GateError) else 2)
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,63 @@
+"""Opening what samples: tokenizer and renderer, environment, sandboxes, engine; cheap checks before slow loads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from data.chat import TemplateRenderer
+from data.ledger import Ledger
+from envs.lookup_calc import LookupCalc
+from envs.sandbox.base import SandboxFactory
+from envs.sandbox.open import open_factory
+from rollouts.config import EnvConfig, RolloutConfig, SandboxConfig
+from rollouts.engine import RecordingEngine
+from rollouts.open_engine import open_engine
+from rollouts.runner import Runner
+from train.model import load_tokenizer
+
+
+def open_env(config: EnvConfig, *, mistake_rate: float = 0.0) -> LookupCalc:
+    return LookupCalc(max_calls=config.max_calls, mistake_rate=mistake_rate)
+
+
+@asynccontextmanager
+async def open_sandboxes(config: SandboxConfig) -> AsyncIterator[SandboxFactory]:
+    """Sandboxes of the configured kind; all of them are gone at the end.
+
+    Raises:
+        SandboxUnavailableError: there is none of this kind here.
+    """
+    factory = await open_factory(config.backend, image=config.image)
+    try:
+        yield factory
+    finally:
+        await factory.close()
+
+
+@asynccontextmanager
+async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: Ledger) -> AsyncIterator[Runner]:
+    """A runner over a model folder.
+
+    Raises:
+        ValueError: the folder, its tokenizer or its chat template cannot be used.
+        SandboxUnavailableError: there is no sandbox of the configured kind here.
+        EngineError: the engine did not start.
+    """
+    renderer = TemplateRenderer(load_tokenizer(model), name=model)
+    env = open_env(config.env)
+    async with open_sandboxes(config.sandbox) as sandboxes:
+        engine = RecordingEngine(open_engine(config.engine, model=model), ledger)
+        try:
+            yield Runner(
+                engine=engine,
+                renderer=renderer,
+                env=env,
+                sandboxes=sandboxes,
+                limits=config.limits,
+                temperature=config.sampling.temperature,
+                tool_timeout_s=config.sandbox.tool_timeout_s,
+                seed=seed,
+            )
+        finally:
+            await engine.close()

@@ -1,0 +1,145 @@
+"""Train a model folder with GRPO. Started again with the same configuration, a run continues from its checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from data.ledger import Ledger
+from rollouts.engine import Engine
+from rollouts.runner import Runner
+from scripts.console import progress, run_main
+from scripts.dry_run import dry_run
+from scripts.open_rollouts import open_env, open_runner
+from scripts.settings import GrpoSettings, load_settings, resolved, save_resolved
+from train.checkpoint import latest_checkpoint, load_state
+from train.grpo import GrpoRun, Sampling, check_sizes
+from train.learner import Learner
+from train.metrics import MetricsLog
+from train.model import load_model, load_tokenizer
+from rollouts.weight_check import WeightProbe
+
+
+def main() -> None:
+    settings = load_settings(GrpoSettings)
+    tasks = open_env(settings.rollout.env).tasks("train", settings.grpo.num_tasks, settings.seed)
+    check_sizes(settings.grpo, tasks, max_context_tokens=settings.rollout.engine.max_context_tokens)
+    if settings.dry_run:
+        asyncio.run(dry_run(settings))
+        return
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if is_main:
+        save_resolved(settings, Path(settings.output_dir))
+    asyncio.run(run_grpo(settings, is_main=is_main))
+
+
+async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
+    """Open everything, train, close everything."""
+    folder = Path(settings.output_dir)
+    found = latest_checkpoint(folder / "checkpoints")
+    model_path, start_after = (str(found[0]), found[1]) if found else (settings.model, 0)
+    if (folder / "final").exists():
+        if is_main:
+            print(f"grpo: {folder} has all its {start_after} steps; delete it to start over")
+        return
+    async with AsyncExitStack() as stack:
+        sampling: Sampling | None = None
+        runner: Runner | None = None
+        ledger = Ledger(folder / "ledger" / "completions.jsonl") if is_main else Ledger()
+        if is_main:
+            # The engine starts first: it must not find the process group of the trainer.
+            runner = await stack.enter_async_context(
+                open_runner(settings.rollout, model=model_path, seed=settings.seed, ledger=ledger)
+            )
+        accelerator = Accelerator()
+        learner = _learner(settings, model_path, accelerator)
+        if found:
+            learner.load_state(load_state(found[0]))
+        log = None
+        if runner is not None:
+            engine: Engine = runner.engine
+            probe = WeightProbe(runner.renderer, tolerance=settings.grpo.sync_tolerance)
+            sampling = Sampling(
+                runner=runner,
+                engine=engine,
+                ledger=ledger,
+                probe=probe,
+                max_concurrent=settings.rollout.engine.max_concurrent,
+            )
+            log = MetricsLog(folder, start_after=start_after, wandb_config=settings.wandb, config=resolved(settings))
+            stack.callback(log.close)
+            stack.callback(ledger.close)
+            if start_after:
+                print(f"grpo: continuing after step {start_after}")
+        await _train(settings, folder, accelerator, learner, sampling, log, start_after)
+
+
+async def _train(
+    settings: GrpoSettings,
+    folder: Path,
+    accelerator: Accelerator,
+    learner: Learner,
+    sampling: Sampling | None,
+    log: MetricsLog | None,
+    start_after: int,
+) -> None:
+    grpo = settings.grpo
+    with progress() as bar:
+        steps = bar.add_task("steps", total=grpo.max_steps, completed=start_after, note="")
+        rollouts = bar.add_task("trajectories", total=grpo.tasks_per_step * grpo.num_generations, note="")
+
+        def on_step(row: Mapping[str, Any]) -> None:
+            bar.reset(rollouts)
+            bar.update(steps, completed=row["step"])
+            bar.console.print(step_line(row, grpo.max_steps), highlight=False)
+
+        run = GrpoRun(
+            folder=folder,
+            seed=settings.seed,
+            config=grpo,
+            checkpoints=settings.checkpoint,
+            tasks=open_env(settings.rollout.env).tasks("train", grpo.num_tasks, settings.seed),
+            accelerator=accelerator,
+            learner=learner,
+            tokenizer=load_tokenizer(settings.model),
+            sampling=sampling,
+            log=log,
+            on_trajectory=lambda _: bar.advance(rollouts),
+            on_step=on_step,
+        )
+        await run.train(start_after=start_after)
+
+
+def step_line(row: Mapping[str, Any], max_steps: int) -> str:
+    """One line for each step, for a log and for the terminal."""
+    seconds = row["time/rollout_s"] + row["time/update_s"] + row["time/sync_s"]
+    update = f"entropy {row['entropy']:.2f}, " if "entropy" in row else "no group with signal, no update, "
+    failed = f", {row['trajectories/failed']:.0f} failed" if row["trajectories/failed"] else ""
+    return (
+        f"step {row['step']}/{max_steps}: reward {row['reward/mean']:.2f}, length {row['length/mean']:.0f}, {update}"
+        f"{row['tokens/trained']} of {row['tokens/total']} tokens trained, "
+        f"{100 * row['groups/dead']:.0f} % dead groups{failed}, {seconds:.1f} s"
+    )
+
+
+def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) -> Learner:
+    tokenizer = load_tokenizer(settings.model)
+    return Learner(
+        load_model(model_path, dtype=settings.grpo.dtype, device=accelerator.device),
+        accelerator,
+        config=settings.grpo,
+        optimizer=settings.optimizer,
+        temperature=settings.rollout.sampling.temperature,
+        # Padding is masked by position; any id will do where a tokenizer has none for it.
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,195 @@
+"""What each command can be told: the sections of the packages' configurations, put together.
+
+A configuration is one TOML file (`--config F`); any key can be set on the command line (`--section.key value`), which
+wins. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+
+from rollouts.config import EnvConfig, EvalConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
+from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig, SftConfig, WandbConfig
+
+
+class Settings(BaseSettings):
+    """The base of all: nothing comes from environment variables, unknown keys are refused."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
+        cli_avoid_json=True,
+        cli_implicit_flags=True,
+        use_attribute_docstrings=True,
+        cli_hide_none_type=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: Any, **_: Any) -> Any:
+        return (init_settings,)
+
+
+class DataSettings(Settings):
+    """python -m scripts.make_data --config configs/data_quickstart.toml"""
+
+    output: str
+    """The JSONL file to write."""
+    seed: int = 0
+    env: EnvConfig = EnvConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    synthesize: SynthesizeConfig = SynthesizeConfig()
+
+
+class SftSettings(Settings):
+    """accelerate launch -m scripts.run_sft --config configs/sft_quickstart.toml --optimizer.learning_rate 1e-3"""
+
+    model: str
+    """The model folder to start from."""
+    output_dir: str
+    """The run folder; started again, the run continues."""
+    seed: int = 0
+    sft: SftConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    wandb: WandbConfig = WandbConfig()
+
+
+class GrpoSettings(Settings):
+    """accelerate launch -m scripts.run_grpo --config configs/grpo_quickstart.toml --grpo.max_steps 20"""
+
+    model: str
+    """The model folder to start from."""
+    output_dir: str
+    """The run folder; started again, the run continues."""
+    seed: int = 0
+    rollout: RolloutConfig = RolloutConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    wandb: WandbConfig = WandbConfig()
+    dry_run: bool = Field(default=False, exclude=True, validation_alias=AliasChoices("dry_run", "dry-run"))
+    """Resolve the configuration, estimate memory, roll out one task, print its loss mask, and stop."""
+
+
+class EvalSettings(Settings):
+    """python -m scripts.run_eval --config configs/eval_quickstart.toml --model runs/sft/final --attempts 8"""
+
+    model: str
+    """The model folder to evaluate."""
+    output: str
+    """The file to write."""
+    name: str = "evaluation"
+    """What reports call it."""
+    seed: int = 0
+    attempts: int = Field(8, ge=1)
+    """Attempts at each task."""
+    evaluation: EvalConfig = EvalConfig()
+    rollout: RolloutConfig = RolloutConfig()
+
+
+class RolloutSettings(EvalSettings):
+    """python -m scripts.run_rollouts --config configs/eval_quickstart.toml --output rollouts.jsonl"""
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
+    """The settings of a command: `--config F` first, then what the command line says.
+
+    Raises:
+        ValueError: the file is no TOML, or a key is unknown, missing or has a wrong value; the message names file and key.
+        FileNotFoundError: there is no such file.
+    """
+    rest = list(sys.argv[1:] if arguments is None else arguments)
+    path, rest = _take_config(rest)
+    values = _read_toml(path) if path is not None else {}
+    source = CliSettingsSource[Any](
+        kind,
+        cli_parse_args=rest,
+        cli_prog_name=_program(kind),
+        root_parser=None,
+    )
+    try:
+        return kind(_cli_settings_source=source, **values)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise ValueError(_one_line(error, path)) from error
+
+
+def resolved(settings: Settings) -> dict[str, Any]:
+    """Every key with its value, as it is written to a run folder's `config.toml`."""
+    return settings.model_dump(mode="json", exclude_none=True)
+
+
+def save_resolved(settings: Settings, folder: Path) -> None:
+    """Write `config.toml` into a run folder.
+
+    Raises:
+        ValueError: the folder holds a run with another configuration.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, values = folder / "config.toml", resolved(settings)
+    if path.exists() and (old := _read_toml(path)) != values:
+        raise ValueError(
+            f"{folder} holds a run with another configuration ({first_difference(old, values)}); delete the folder or "
+            "choose another output_dir"
+        )
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+
+
+def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """The first key in which two configurations differ, in words.
+
+    >>> first_difference({"a": {"b": 1}}, {"a": {"b": 2}})
+    'a.b was 1, now 2'
+    """
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict) and a != b:
+            return first_difference(a, b, f"{prefix}{key}.")
+        if a != b:
+            return f"{prefix}{key} was {a!r}, now {b!r}"
+    return "no difference"
+
+
+def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """`--config F` (or `--config=F`) out of the arguments; what is left is for the settings."""
+    for index, argument in enumerate(arguments):
+        if argument == "--config":
+            if index + 1 == len(arguments):
+                raise ValueError("--config needs a file")
+            return Path(arguments[index + 1]), arguments[:index] + arguments[index + 2 :]
+        if argument.startswith("--config="):
+            return Path(argument.removeprefix("--config=")), arguments[:index] + arguments[index + 1 :]
+    return None, arguments
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"configuration {path}: no such file")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"configuration {path}: {error}") from error
+
+
+def _program(kind: type[Settings]) -> str:
+    return f"{(kind.__doc__ or '').split(' --')[0]} --config F"
+
+
+def _one_line(error: ValidationError, path: Path | None) -> str:
+    """The first of the problems, with its key."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    what = {"extra_forbidden": "unknown key", "missing": "missing"}.get(first["type"], first["msg"])
+    where = f"configuration {path}" if path is not None else "configuration"
+    return f"{where}: {key}: {what}"

@@ -1,0 +1,273 @@
+"""Where the gradient is: at the head's input, exactly at the positions whose next token is trained, for SFT and GRPO,
+packed and not; and what packed samples see of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.chat import TemplateRenderer
+from data.collator import MicroBatch, pack
+from data.demonstrations import to_samples
+from data.types import TrainingSample
+from tests.train.tiny import load_embedded_tokenizer, make_model, sampled_sample, save_model, some_conversations
+from train.config import CheckpointConfig, OptimizerConfig, SftConfig
+from train.loss import grpo_loss, sample_weights
+from train.model import hidden_states, score, trained_logprobs
+from train.sft import TokenTrainer, make_trainer, sft_arguments
+from train.sft_data import IGNORED
+
+ROWS = 4
+
+
+def violations(gradient: Tensor, loss_mask: Tensor) -> list[tuple[int, int]]:
+    """Positions `(row, column)` whose gradient `[B, L, H]` is there though the next token is not trained, or is not there
+    though it is; `loss_mask [B, L]`."""
+    expected = torch.zeros_like(loss_mask)
+    expected[:, :-1] = loss_mask[:, 1:]
+    found = gradient.abs().sum(-1) != 0
+    return [(int(row), int(column)) for row, column in (found != expected).nonzero()]
+
+
+class HeadInput:
+    """Keeps what a model's decoder hands to the head, with its gradient."""
+
+    def __init__(self, model: Any) -> None:
+        self.states: list[Tensor] = []
+        self.inputs: list[dict[str, Any]] = []
+        model.get_decoder().register_forward_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        output.last_hidden_state.retain_grad()
+        self.states.append(output.last_hidden_state)
+        self.inputs.append(kwargs)
+
+    @property
+    def gradient(self) -> Tensor:
+        found = self.states[-1].grad
+        assert found is not None
+        return found
+
+
+def reference_gradient(states: Tensor, head: Tensor, token_ids: Tensor, weights: Tensor) -> Tensor:
+    """The gradient `[B, L, H]` of the weighted negative log-likelihood, from the logits of all positions."""
+    states = states.detach().requires_grad_()
+    logprobs = torch.log_softmax(states @ head.T, dim=-1)[:, :-1]
+    picked = logprobs.gather(-1, token_ids[:, 1:, None])[..., 0]
+    (-(weights[:, 1:] * picked).sum()).backward()
+    assert states.grad is not None
+    return states.grad
+
+
+@pytest.fixture(scope="module")
+def renderer() -> TemplateRenderer:
+    return TemplateRenderer(load_embedded_tokenizer(), name="tiny")
+
+
+@pytest.fixture
+def model() -> Any:
+    return make_model(len(load_embedded_tokenizer())).train()
+
+
+def sft_samples(renderer: TemplateRenderer) -> list[TrainingSample]:
+    return to_samples(some_conversations(ROWS), renderer, max_length=400)[0]
+
+
+def sft_trainer(folder: Path, renderer: TemplateRenderer, samples: Sequence[TrainingSample]) -> TokenTrainer:
+    config = SftConfig(data="unused", per_device_train_batch_size=ROWS, max_steps=1)
+    arguments = sft_arguments(folder / "checkpoints", 0, config, OptimizerConfig(), CheckpointConfig())
+    path = str(save_model(folder / "model"))
+    return make_trainer(path, load_embedded_tokenizer(), renderer.stop_token_ids[0], samples, arguments, config)
+
+
+def grpo_batches(samples: Sequence[TrainingSample], *, packed: bool) -> list[MicroBatch]:
+    weights = sample_weights(samples, "dapo")
+    if packed:
+        longest = max(len(sample) for sample in samples)
+        return pack([padded_to(samples[0], longest * 3), *samples[1:]], weights, max_tokens=10_000, pad_token_id=0)
+    return [pack([s], [w], max_tokens=10_000, pad_token_id=0)[0] for s, w in zip(samples, weights, strict=True)]
+
+
+def padded_to(sample: TrainingSample, length: int) -> TrainingSample:
+    """The sample with untrained text in front, so that others fit into one row."""
+    front = length - len(sample)
+    fill: dict[str, Any] = {
+        "token_ids": (9,), "source": sample.source[:1], "loss_mask": (False,), "sampled_logprobs": (0.0,),
+        "advantages": (0.0,), "turn": (-1,), "completion_index": (-1,), "completion_position": (-1,),
+        "policy_version": (-1,), "excluded": (None,),
+    }  # fmt: skip
+    return replace(sample, **{name: value * front + getattr(sample, name) for name, value in fill.items()})
+
+
+def test_sft_gradient_through_a_real_step(tmp_path: Path, renderer: TemplateRenderer) -> None:
+    samples = sft_samples(renderer)
+    trainer = sft_trainer(tmp_path, renderer, samples)
+    head = trainer.model.get_output_embeddings().weight.detach().clone()  # type: ignore[union-attr, operator]
+    head_input = HeadInput(trainer.model)
+    trainer.train()
+    token_ids = head_input.inputs[0]["input_ids"]
+    by_ids = {sample.token_ids: sample for sample in samples}
+    loss_mask = torch.zeros(token_ids.shape, dtype=torch.bool)
+    for row in range(ROWS):
+        n = int(head_input.inputs[0]["attention_mask"][row].sum())
+        loss_mask[row, :n] = torch.tensor(by_ids[tuple(token_ids[row, :n].tolist())].loss_mask)
+    assert len(head_input.states) == 1
+    assert violations(head_input.gradient, loss_mask) == []
+    weights = loss_mask / loss_mask.sum()
+    reference = reference_gradient(head_input.states[0], head, token_ids, weights)
+    torch.testing.assert_close(head_input.gradient, reference, rtol=1e-4, atol=1e-7)
+
+
+def sft_inputs(samples: Sequence[TrainingSample]) -> dict[str, Tensor]:
+    batch = grpo_batches(samples, packed=True)[0]
+    labels = batch.token_ids.where(batch.loss_mask, torch.tensor(IGNORED))
+    return {"input_ids": batch.token_ids, "position_ids": batch.position_ids, "labels": labels}
+
+
+def test_sft_gradient_of_packed_rows(tmp_path: Path, renderer: TemplateRenderer) -> None:
+    """The loss of the trainer, given packed rows (A31: labels at the first token of each sample are not trained)."""
+    samples = sft_samples(renderer)
+    inputs = sft_inputs(samples)
+    trainer = sft_trainer(tmp_path, renderer, samples)
+    model: Any = trainer.model.train()  # type: ignore[union-attr]
+    head_input = HeadInput(model)
+    loss_mask = inputs["labels"] != IGNORED
+    assert not loss_mask[inputs["position_ids"] == 0].any()
+    trainer.compute_loss(model, dict(inputs), num_items_in_batch=loss_mask.sum()).backward()
+    assert violations(head_input.gradient, loss_mask) == []
+    head = model.get_output_embeddings().weight.detach()
+    reference = reference_gradient(
+        head_input.states[0], head, inputs["input_ids"], loss_mask / loss_mask.sum()
+    )
+    torch.testing.assert_close(head_input.gradient, reference, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_grpo_gradient(renderer: TemplateRenderer, model: Any, packed: bool) -> None:
+    samples = [
+        sampled_sample(renderer, f"tower {index}", advantage=0.5 - index, finish="length" if index == 1 else "stop")
+        for index in range(3)
+    ]
+    batches = grpo_batches(samples, packed=packed)
+    assert len(batches) == (1 if packed else 3)
+    head_input = HeadInput(model)
+    for batch in batches:
+        logprobs, _ = trained_logprobs(model, batch, temperature=1.0)
+        trained = batch.loss_mask
+        # Where the ratio is one, the surrogate's gradient is that of the advantage-weighted likelihood.
+        terms = grpo_loss(
+            logprobs, logprobs.detach(), batch.advantages[trained], batch.loss_weights[trained],
+            epsilon=0.2, epsilon_high=0.2,
+        )  # fmt: skip
+        terms.loss.backward()
+        assert violations(head_input.gradient, batch.loss_mask) == []
+        weights = batch.loss_weights * batch.advantages
+        head = model.get_output_embeddings().weight.detach()
+        reference = reference_gradient(head_input.states[-1], head, batch.token_ids, weights)
+        torch.testing.assert_close(head_input.gradient, reference, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_mask_shifted_by_one_is_found(renderer: TemplateRenderer, model: Any, shift: int) -> None:
+    batch = grpo_batches([sampled_sample(renderer, "tower")], packed=False)[0]
+    shifted = replace(batch, loss_mask=batch.loss_mask.roll(shift, dims=1))
+    head_input = HeadInput(model)
+    logprobs, _ = trained_logprobs(model, shifted, temperature=1.0)
+    logprobs.sum().backward()
+    assert violations(head_input.gradient, batch.loss_mask) != []
+    assert violations(head_input.gradient, shifted.loss_mask) == []
+
+
+def test_a_label_shifted_by_one_is_found(tmp_path: Path, renderer: TemplateRenderer) -> None:
+    samples = sft_samples(renderer)
+    inputs = sft_inputs(samples)
+    loss_mask = inputs["labels"] != IGNORED
+    trainer = sft_trainer(tmp_path, renderer, samples)
+    model: Any = trainer.model.train()  # type: ignore[union-attr]
+    head_input = HeadInput(model)
+    trainer.compute_loss(model, inputs | {"labels": inputs["labels"].roll(1, dims=1)}).backward()
+    assert violations(head_input.gradient, loss_mask) != []
+
+
+def logprobs_by_sample(model: Any, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Logprobs `[n]` at each sample's trained tokens."""
+    found: dict[str, Tensor] = {}
+    for batch in batches:
+        scattered = torch.zeros(batch.token_ids.shape)
+        with torch.no_grad():
+            scattered[batch.loss_mask] = trained_logprobs(model, batch, temperature=1.0)[0]
+        for place in batch.placements:
+            row = scattered[place.row, place.start : place.start + len(place.sample)]
+            found[place.sample.trajectory_id] = row[torch.tensor(place.sample.loss_mask)]
+    return found
+
+
+def test_packed_logprobs_equal_unpacked_ones(renderer: TemplateRenderer, model: Any) -> None:
+    samples = [sampled_sample(renderer, f"tower {index}", tool_text="7" * (1 + index)) for index in range(3)]
+    samples[0] = padded_to(samples[0], 3 * len(samples[2]))
+    packed = pack(samples, [1.0] * 3, max_tokens=10_000, pad_token_id=0)
+    assert packed[0].token_ids.shape[0] == 2, "two samples must share a row"
+    alone = logprobs_by_sample(model, [b for s in samples for b in pack([s], [1.0], max_tokens=10_000, pad_token_id=0)])
+    together = logprobs_by_sample(model, packed)
+    for name, logprobs in alone.items():
+        torch.testing.assert_close(together[name], logprobs, rtol=0, atol=1e-5)
+
+
+def test_packing_trap_is_real(renderer: TemplateRenderer, model: Any) -> None:
+    """With a cache, transformers lets packed samples see each other: the test above would fail."""
+    samples = [sampled_sample(renderer, f"tower {index}") for index in range(2)]
+    batch = pack([padded_to(samples[0], 400), samples[1], samples[1]], [1.0] * 3, max_tokens=10_000, pad_token_id=0)[0]
+    with torch.no_grad():
+        right = hidden_states(model, batch.token_ids, batch.position_ids)
+        cached = model.model(input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=True)
+    assert (right - cached.last_hidden_state).abs().max() > 1e-2
+
+
+def test_replacing_a_packed_neighbour_changes_nothing(renderer: TemplateRenderer, model: Any) -> None:
+    """A31."""
+    b = sampled_sample(renderer, "b")
+    filler = padded_to(b, 3 * len(b))
+    found = [
+        logprobs_by_sample(model, pack([replace(filler, trajectory_id="filler"), a, b], [1.0] * 3, max_tokens=10_000,
+                                       pad_token_id=0))["b"]
+        for a in (sampled_sample(renderer, "a"), sampled_sample(renderer, "a", tool_text="another result"))
+    ]  # fmt: skip
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+def test_the_tool_text_is_seen_and_the_loss_mask_is_not(renderer: TemplateRenderer, model: Any) -> None:
+    """A15."""
+    sample = sampled_sample(renderer, "tower")
+    answer = [i for i, turn in enumerate(sample.turn) if turn == 1 and sample.loss_mask[i]]
+    answer_only = replace(sample, loss_mask=tuple(i in answer for i in range(len(sample))))
+    other = sampled_sample(renderer, "tower", tool_text="99")
+    n = len(answer)
+
+    def answers(one: TrainingSample) -> Tensor:
+        return logprobs_by_sample(model, pack([one], [1.0], max_tokens=10_000, pad_token_id=0))["tower"][-n:]
+
+    plain = torch.tensor(score(model, list(sample.token_ids)))[[i - 1 for i in answer]]
+    torch.testing.assert_close(answers(sample), plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(answers(answer_only), answers(sample), rtol=0, atol=1e-5)
+    assert (answers(other) - answers(sample)).abs().max() > 1e-3
+
+
+def test_positions_of_turns_that_stopped_and_turns_that_were_cut(renderer: TemplateRenderer, model: Any) -> None:
+    """A36: the stored row is what the next prompt held, whether the first turn ended with its closing token or was cut;
+    ids and logprobs stay side by side."""
+    stopped = sampled_sample(renderer, "stopped")
+    cut = sampled_sample(renderer, "stopped", finish="length")
+    assert stopped.token_ids == cut.token_ids
+    assert sum(stopped.loss_mask) == sum(cut.loss_mask) + 1
+    scored = [0.0, *score(model, list(cut.token_ids))]
+    sampled = tuple(value if trained else 0.0 for value, trained in zip(scored, cut.loss_mask, strict=True))
+    batch = pack([replace(cut, sampled_logprobs=sampled), stopped], [1.0] * 2, max_tokens=10_000, pad_token_id=0)[0]
+    logprobs, _ = trained_logprobs(model, batch, temperature=1.0)
+    known = batch.sampled_logprobs[batch.loss_mask]
+    torch.testing.assert_close(logprobs[: sum(cut.loss_mask)], known[: sum(cut.loss_mask)], rtol=0, atol=1e-5)

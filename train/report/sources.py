@@ -1,0 +1,148 @@
+"""What is in a file, and with which tokenizer is it read? Paths → mask views.
+
+A file is told by its content: packed samples, trajectories, or demonstrations of a warm start.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from data.jsonl import read_lines
+from data.rows import SAMPLE
+from data.types import Source, TrainingSample
+from rollouts.record import read_trajectories
+from rollouts.types import Trajectory
+from train.report.masks import Kind, MaskView, sample_view, trajectory_views
+from train.report.token_text import Vocabulary
+
+FileKind = Literal["samples", "trajectories", "demonstrations"]
+
+# The field that only this kind of row has.
+_TELLS: tuple[tuple[str, FileKind], ...] = (
+    ("loss_mask", "samples"),
+    ("streams", "trajectories"),
+    ("messages", "demonstrations"),
+)
+# Where a run folder, or the folder of a whole quickstart, keeps model folders: the newest of the first that is there.
+_MODEL_PLACES = (
+    "checkpoints/step-*",
+    "final",
+    "grpo/checkpoints/step-*",
+    "grpo/final",
+    "sft/checkpoints/step-*",
+    "sft/final",
+)
+_LEVELS_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Views of a file's first rows, and how many rows there are."""
+
+    kind: FileKind
+    views: list[MaskView]
+    rows: int
+
+
+def file_kind(path: Path) -> FileKind:
+    """What the rows of a JSONL file are.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is empty, no JSONL, or holds something else.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'samples' / 'step-000001.jsonl'}")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    with path.open("rb") as file:
+        line = file.readline()
+    if not line.strip():
+        raise ValueError(f"{path}: the file is empty")
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSONL file: {error}") from error
+    for field, kind in _TELLS:
+        if isinstance(row, dict) and field in row:
+            return kind
+    raise ValueError(
+        f"{path}: rows must be packed samples (with 'loss_mask'), trajectories ('streams') or conversations "
+        "('messages')"
+    )
+
+
+def find_model(path: Path) -> Path:
+    """The model folder whose tokenizer belongs to a file: the newest checkpoint of the run folder above it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for folder in islice(path.resolve().parents, _LEVELS_UP):
+        found = newest_model(folder)
+        if found is not None:
+            return found
+    raise ValueError(f"{path}: no run folder with a checkpoint above it; name the model folder with --model FOLDER")
+
+
+def newest_model(folder: Path) -> Path | None:
+    """The newest model folder of a run, if it has one."""
+    for place in _MODEL_PLACES:
+        found = sorted(one for one in folder.glob(place) if (one / "tokenizer.json").is_file())
+        if found:
+            return found[-1]
+    return None
+
+
+def load_views(path: Path, model: Path, *, limit: int) -> Loaded:
+    """Views of the first `limit` rows of a file.
+
+    Raises:
+        ValueError: a row or the model folder cannot be read.
+    """
+    kind = file_kind(path)
+    vocabulary = Vocabulary.from_folder(model)
+    if kind == "samples":
+        rows = list(read_lines(path, SAMPLE))
+        known = trajectories_beside(path)
+        views = [
+            sample_view(row, vocabulary, kind=_row_kind(row), trajectory=known.get(row.trajectory_id))
+            for row in rows[:limit]
+        ]
+        return Loaded(kind=kind, views=views, rows=len(rows))
+    if kind == "trajectories":
+        # All of them are needed: whether a group is dead is known from its siblings.
+        trajectories = list(read_trajectories(path))
+        views = trajectory_views(trajectories, vocabulary)[:limit]
+        return Loaded(kind=kind, views=views, rows=len(trajectories))
+    return _load_demonstrations(path, model, vocabulary, limit)
+
+
+def trajectories_beside(samples: Path) -> dict[str, Trajectory]:
+    """The trajectories, by id, that a step's packed samples were made of; none where the file is not there."""
+    path = samples.parent.parent / "trajectories" / samples.name
+    if not path.exists():
+        return {}
+    return {trajectory.trajectory_id: trajectory for trajectory in read_trajectories(path)}
+
+
+def _row_kind(row: TrainingSample) -> Kind:
+    """Rows of a warm start have nothing that was sampled."""
+    return "sft" if Source.TARGET in row.source and Source.MODEL not in row.source else "packed"
+
+
+def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit: int) -> Loaded:
+    # Imported here: chat templates need transformers, which takes seconds to load and which other files do without.
+    from transformers import AutoTokenizer
+
+    from data.chat import TemplateRenderer
+    from data.demonstrations import read_demonstrations, to_sample
+
+    renderer = TemplateRenderer(AutoTokenizer.from_pretrained(model, local_files_only=True), name=str(model))
+    rows = list(read_demonstrations(path))
+    views = [sample_view(to_sample(row, renderer), vocabulary, kind="sft") for row in rows[:limit]]
+    return Loaded(kind="demonstrations", views=views, rows=len(rows))
