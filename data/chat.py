@@ -1,16 +1,17 @@
 """Chat ↔ tokens: how messages become ids, and where a sampled turn ends.
 
 `TemplateRenderer` serves any Jinja chat template that puts message contents into the text unchanged. It renders the
-template with a placeholder for each content, encodes the template's own text with control tokens enabled, and
-encodes every content with control tokens disabled: no content can become a control token, whatever it
-says. The ids of a history are never made again; a bridge is appended to what was sampled.
+template with a placeholder for each content, places the template's own control tokens by id, and encodes the text
+between them with control tokens disabled: no content can become a control token, whatever it says. The ids of a
+history are never made again; a bridge is appended to what was sampled.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -75,34 +76,41 @@ class TemplateRenderer:
             for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
             if token.content.strip()
         }
-        self._control_pattern = re.compile("|".join(re.escape(t) for t in self.control_tokens.values()) or r"(?!)")
+        self._control_ids = {text: token_id for token_id, text in self.control_tokens.items()}
+        # The longest first: one token's text may begin with another's.
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(re.escape(text) for text in longest_first) or r"(?!)")
         self._content_encoder = _without_control_tokens(tokenizer)
         self.stop_token_ids = (self._end_of_turn(),)
         self._verify()
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
-        pieces = self._pieces(messages, tools)
-        ids = [token for text, is_content in pieces for token in self._encode(text, is_content=is_content)]
-        return [Segment(source=Source.PROMPT, token_ids=tuple(ids))]
+        if messages:
+            pieces = self._pieces(messages, tools)
+        else:
+            # transformers renders no empty conversation; what stands before a first assistant turn is its opening.
+            pieces = self._pieces([Message(role="assistant", content=".")], tools, add_generation_prompt=False)[:1]
+        marked = self._encode(pieces)
+        return [Segment(source=Source.PROMPT, token_ids=tuple(token for token, _ in marked))]
 
     def bridge(self, messages: Sequence[Message], finish_reason: FinishReason) -> list[Segment]:
-        segments: list[Segment] = []
-        for text, is_content in self._after_turn(messages):
-            source = Source.TOOL if is_content else Source.TEMPLATE
-            segments.append(Segment(source=source, token_ids=tuple(self._encode(text, is_content=is_content))))
+        marked = self._encode(self._after_turn(messages))
         if finish_reason == "stop":
             # The closing token was sampled: it is MODEL already.
-            first = segments[0]
-            segments[0] = Segment(source=first.source, token_ids=first.token_ids[1:])
-        return [segment for segment in segments if segment.token_ids]
+            marked = marked[1:]
+        return [
+            Segment(
+                source=Source.TOOL if holds_content else Source.TEMPLATE, token_ids=tuple(token for token, _ in run)
+            )
+            for holds_content, run in groupby(marked, key=lambda pair: pair[1])
+        ]
 
     def turn_ids(self, message: Message) -> tuple[int, ...]:
-        pieces = format_calls(message.tool_calls)
-        # One piece: many tokenizers have a token for a full stop and the line break after it.
-        ids = self._encode(message.content + ("\n" if message.content and pieces else ""), is_content=True)
-        for piece in pieces:
-            ids += self._encode(piece, is_content=piece not in (OPEN, CLOSE))
-        return (*ids, self.stop_token_ids[0])
+        pieces = [message.content, *format_calls(message.tool_calls)]
+        if message.content and message.tool_calls:
+            pieces.insert(1, "\n")
+        marked = self._encode((piece, piece not in (OPEN, CLOSE) or index == 0) for index, piece in enumerate(pieces))
+        return (*(token for token, _ in marked), self.stop_token_ids[0])
 
     def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
         body = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
@@ -114,14 +122,35 @@ class TemplateRenderer:
     def count_forged(self, text: str) -> int:
         return len(self._control_pattern.findall(text))
 
-    def _encode(self, text: str, *, is_content: bool) -> list[int]:
-        if not is_content:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-        ids = self._content_encoder.encode(text, add_special_tokens=False).ids
-        forged = [self.control_tokens[token] for token in ids if token in self.control_tokens]
+    def _encode(self, pieces: Iterable[tuple[str, bool]]) -> list[tuple[int, bool]]:
+        """The ids of (text, is it content) pieces, each with whether it holds content.
+
+        Control tokens come from the template's pieces alone, by id. What stands between two of them is encoded in one go,
+        as in the native rendering: many tokenizers have a token for a full stop and the line break after it.
+        """
+        marked: list[tuple[int, bool]] = []
+        run: list[tuple[str, bool]] = []
+        for text, is_content in pieces:
+            place = 0
+            for control in () if is_content else self._control_pattern.finditer(text):
+                run.append((text[place : control.start()], False))
+                marked += [*self._encode_run(run), (self._control_ids[control[0]], False)]
+                run, place = [], control.end()
+            run.append((text[place:], is_content))
+        return marked + self._encode_run(run)
+
+    def _encode_run(self, run: Sequence[tuple[str, bool]]) -> list[tuple[int, bool]]:
+        text = "".join(part for part, _ in run)
+        encoding = self._content_encoder.encode(text, add_special_tokens=False)
+        forged = [self.control_tokens[token] for token in encoding.ids if token in self.control_tokens]
         if forged:
             raise ValueError(f"model {self._name}: content became the control token {forged[0]!r}: {text[:80]!r}")
-        return ids
+        is_content = [flag for part, flag in run for _ in part]
+        # A token that holds a character of the content belongs to it. Some tokenizers give spans without width.
+        return [
+            (token, any(is_content[start : max(end, start + 1)]))
+            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
 
     def _pieces(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, add_generation_prompt: bool = True
@@ -153,7 +182,7 @@ class TemplateRenderer:
         """The token with which the template ends an assistant turn."""
         before = [Message(role="user", content="."), Message(role="assistant", content=".")]
         closing = self._pieces(before, (), add_generation_prompt=False)[4][0]
-        ids = self._encode(closing, is_content=False)
+        ids = [token for token, _ in self._encode([(closing, False)])]
         if not ids or ids[0] not in self.control_tokens:
             raise ValueError(
                 f"model {self._name}: its chat template ends assistant turns with {closing[:20]!r}, which does not "
@@ -199,6 +228,8 @@ def _without_control_tokens(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
     for token in state["added_tokens"]:
         token["special"] = bool(token["content"].strip())
+    # It adds nothing here, and it may cut blanks off the spans of tokens.
+    state["post_processor"] = None
     copy = Tokenizer.from_str(json.dumps(state))
     copy.encode_special_tokens = True
     return copy

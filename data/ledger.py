@@ -6,13 +6,13 @@ compares the batch that is about to be trained with the ledger, not with the mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from data.jsonl import append_line, drop_torn_line, read_lines
-from data.types import Completion
+from data.types import Completion, TrainingSample
 
 _COMPLETION = TypeAdapter(Completion)
 
@@ -59,9 +59,32 @@ class Ledger:
             self._file = None
 
 
-def read_ledger(path: Path) -> Ledger:
-    """An in-memory ledger with the completions of a file; of a repeated id (a resumed step) the last counts."""
+def read_ledger(path: Path, *, samples: Iterable[TrainingSample] | None = None) -> Ledger:
+    """An in-memory ledger with the completions of a file.
+
+    A step that was killed and sampled again repeats its ids: the last counts, and what the earlier attempt sampled
+    after that turn of the trajectory is gone with it.
+
+    Args:
+        samples: keep only the completions of their steps (the first part of a trajectory's id, `step-7`); the file
+            holds all steps of a run, and a dump only its own.
+    """
+    steps = None if samples is None else {sample.trajectory_id.split("/")[0] for sample in samples}
     ledger = Ledger()
     for completion in read_lines(path, _COMPLETION):
+        if steps is not None and completion.completion_id.split("/")[0] not in steps:
+            continue
+        if completion.completion_id in ledger._entries:
+            _drop_later_turns(ledger._entries, completion.completion_id)
         ledger._entries[completion.completion_id] = completion
     return ledger
+
+
+def _drop_later_turns(entries: dict[str, Completion], completion_id: str) -> None:
+    """Completions are numbered within their trajectory: `step-7/train-0-3/1/0`, `/1`, …"""
+    trajectory_id, _, turn = completion_id.rpartition("/")
+    if not turn.isdecimal():
+        return
+    later = int(turn) + 1
+    while entries.pop(f"{trajectory_id}/{later}", None) is not None:
+        later += 1

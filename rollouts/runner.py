@@ -107,11 +107,10 @@ class Runner:
             completion = await self._sample(progress, index, room)
             generated = time.perf_counter()
             progress.add_completion(completion)
-            if completion.finish_reason == "length":
-                # The policy had not finished: half a call is not a call, and half an answer is not an answer.
-                progress.add_turn(index, ParsedTurn(content="", calls=()), (), generated - started, 0.0)
-                return self._length_reason(progress)
             parsed = self.renderer.parse(completion.token_ids, call_id_prefix=f"call_{index}")
+            if completion.finish_reason == "length":
+                progress.add_cut_turn(index, parsed.content, generated - started)
+                return self._length_reason(progress)
             if not parsed.calls:
                 progress.add_turn(index, parsed, (), generated - started, 0.0)
                 return StopReason.FINAL_ANSWER
@@ -182,6 +181,12 @@ class _Progress:
     def add_completion(self, completion: Completion) -> None:
         self.stream.append(Segment.sampled(completion))
         self.sampled_tokens += len(completion.token_ids)
+
+    def add_cut_turn(self, index: int, content: str, generate_s: float) -> None:
+        """The policy had not finished: half a call is not a call, and half an answer is not an answer, so the turn is
+        on record but is not part of the conversation that is graded."""
+        message = Message(role="assistant", content=content)
+        self.turns.append(Turn(index=index, message=message, tool_results=(), generate_s=generate_s, env_s=0.0))
 
     def add_turn(
         self, index: int, parsed: ParsedTurn, results: Sequence[ToolResult], generate_s: float, env_s: float

@@ -36,8 +36,10 @@ def syllable(rng: random.Random) -> str:
 
 
 def pseudo_name(rng: random.Random) -> str:
-    """A capitalised name of one to three syllables that is (nearly always) new."""
-    return ("".join(syllable(rng) for _ in range(rng.choice((1, 2, 2, 2, 3)))) + rng.choice(ENDINGS)).capitalize()
+    """A capitalised name of one to three syllables that is (nearly always) new, and never a held-out city."""
+    syllables = "".join(syllable(rng) for _ in range(rng.choice((1, 2, 2, 2, 3))))
+    name = (syllables + rng.choice(ENDINGS)).capitalize()
+    return f"{name}a" if name in CITIES["heldout"] else name
 
 
 def city(rng: random.Random) -> str:
@@ -63,7 +65,9 @@ def fact(rng: random.Random) -> str:
 
 def scramble(rng: random.Random) -> str:
     """A random string: letters, digits, or both."""
-    alphabet = rng.choice((string.ascii_lowercase, string.ascii_letters, string.digits, string.ascii_letters + string.digits))
+    alphabet = rng.choice(
+        (string.ascii_lowercase, string.ascii_letters, string.digits, string.ascii_letters + string.digits)
+    )
     return "".join(rng.choice(alphabet) for _ in range(rng.randint(2, 9)))
 
 
@@ -93,7 +97,9 @@ def schema_text(rng: random.Random) -> str:
             "description": filler(rng, 5),
             "parameters": {
                 "type": "object",
-                "properties": {key: {"type": rng.choice(("string", "number", "integer")), "description": filler(rng, 3)}},
+                "properties": {
+                    key: {"type": rng.choice(("string", "number", "integer")), "description": filler(rng, 3)}
+                },
                 "required": [key],
                 "additionalProperties": False,
             },
@@ -145,7 +151,14 @@ def some_pairs(rng: random.Random, most: int) -> list[tuple[str, str]]:
 
 
 def question(key: str, rng: random.Random) -> str:
-    forms = ("What is the {}?", "What is the {}?", "Tell me the {}.", "Say the {}.", "How much is the {}?", "Find the {}.")
+    forms = (
+        "What is the {}?",
+        "What is the {}?",
+        "Tell me the {}.",
+        "Say the {}.",
+        "How much is the {}?",
+        "Find the {}.",
+    )
     return rng.choice(forms).format(key)
 
 
@@ -162,7 +175,14 @@ def repeated_list(rng: random.Random) -> str:
 
 def echo_lines(rng: random.Random) -> str:
     """Lines that say one thing twice in a fixed frame, as in `x -> "x"`."""
-    frames = ('{0} -> "{0}"', '"{0}": "{0}"', "Copy {0}: {0}", "{0} {0}", "The {0}\nis the {0}", '{{"text": "{0}"}} {0}')
+    frames = (
+        '{0} -> "{0}"',
+        '"{0}": "{0}"',
+        "Copy {0}: {0}",
+        "{0} {0}",
+        "The {0}\nis the {0}",
+        '{{"text": "{0}"}} {0}',
+    )
     frame = rng.choice(frames)
     make = rng.choice((thing, fact, number, pseudo_name, sum_text, scramble))
     return "\n".join(frame.format(make(rng)) for _ in range(rng.randint(2, 8)))
@@ -188,7 +208,9 @@ def prose_then_json(rng: random.Random) -> str:
     for key, value in rng.sample(pairs, rng.randint(1, len(pairs))):
         name, _, place = key.rpartition(" of ")
         records.append(
-            rng.choice(({"record": key, "value": value}, {"city": place, name: value}, {"data": {"of": key}}, {key: value}))
+            rng.choice(
+                ({"record": key, "value": value}, {"city": place, name: value}, {"data": {"of": key}}, {key: value})
+            )
         )
     return text + "\n" + "\n".join(json.dumps(record) for record in records)
 

@@ -80,7 +80,9 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, max_length: int) -
     """
     core = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

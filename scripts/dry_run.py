@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+
 import tomli_w
+import torch
 from rich.console import Console
 
 from data.ledger import Ledger
@@ -13,7 +15,8 @@ from scripts.settings import GrpoSettings, resolved
 from train.grpo import samples_and_metrics
 from train.model import load_model
 from train.report.masks import sample_view
-from train.report.terminal import print_view
+from train.report.terminal import print_masks
+from train.report.token_text import Vocabulary
 
 
 async def dry_run(settings: GrpoSettings) -> None:
@@ -33,7 +36,9 @@ async def dry_run(settings: GrpoSettings) -> None:
     samples, row = samples_and_metrics(groups, settings.grpo)
     rewards = [trajectory.reward for trajectory in groups[0].trajectories]
     console.print(f"one task, rewards {rewards}, {row['tokens/trained']} of {row['tokens/total']} tokens would train")
-    print_view(sample_view(samples[0], runner.renderer), console)
+    vocabulary = Vocabulary.from_folder(Path(settings.model))
+    view = sample_view(samples[0], vocabulary, kind="packed", trajectory=groups[0].trajectories[0])
+    print_masks(console, [view], title="dry run", rows=len(samples))
 
 
 def memory_line(settings: GrpoSettings) -> str:

@@ -26,6 +26,7 @@ VOCAB_SIZE = 768
 HEADS, HIDDEN_SIZE = 4, 128
 ROW_LENGTHS = (256, 320, 384)
 WARMUP_STEPS = 100
+SAVE_STEPS = 250
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> LlamaForCausalLM:
@@ -97,10 +98,10 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: 
         if step % 50 == 0 or step == args.steps:
             recent, elapsed_s = losses[-50:], time.monotonic() - started
             left_s = elapsed_s / step * (args.steps - step)
-            copied = copy_accuracy(model, tokenizer, 16) if step % 250 == 0 else {}
-            if step % 250 == 0:
-                save(model, tokenizer, args.output)
-            print(f"step {step}/{args.steps}  loss {sum(recent) / len(recent):.3f}  {left_s:.0f} s left  {copied}", flush=True)
+            print(f"step {step}/{args.steps}  loss {sum(recent) / len(recent):.3f}  {left_s:.0f} s left", flush=True)
+        if step % SAVE_STEPS == 0:
+            save(model, tokenizer, args.output)
+            print(f"copied without a mistake: {copy_accuracy(model, tokenizer, 16)}", flush=True)
     recent = losses[-50:]
     return sum(recent) / len(recent)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from transformers.utils.logging import disable_progress_bar
 
 from data.ledger import Ledger
-from rollouts.engine import Engine
 from rollouts.runner import Runner
 from scripts.console import progress, run_main
 from scripts.dry_run import dry_run
@@ -23,7 +23,6 @@ from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
 from train.metrics import MetricsLog
 from train.model import load_model, load_tokenizer
-from rollouts.weight_check import WeightProbe
 
 
 def main() -> None:
@@ -36,6 +35,8 @@ def main() -> None:
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main:
         save_resolved(settings, Path(settings.output_dir))
+    # The bars that transformers draws for each file it reads or writes would tear ours.
+    disable_progress_bar()
     asyncio.run(run_grpo(settings, is_main=is_main))
 
 
@@ -63,13 +64,11 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
             learner.load_state(load_state(found[0]))
         log = None
         if runner is not None:
-            engine: Engine = runner.engine
-            probe = WeightProbe(runner.renderer, tolerance=settings.grpo.sync_tolerance)
             sampling = Sampling(
                 runner=runner,
-                engine=engine,
+                engine=runner.engine,
                 ledger=ledger,
-                probe=probe,
+                probes=_probes(runner),
                 max_concurrent=settings.rollout.engine.max_concurrent,
             )
             log = MetricsLog(folder, start_after=start_after, wandb_config=settings.wandb, config=resolved(settings))
@@ -97,7 +96,7 @@ async def _train(
         def on_step(row: Mapping[str, Any]) -> None:
             bar.reset(rollouts)
             bar.update(steps, completed=row["step"])
-            bar.console.print(step_line(row, grpo.max_steps), highlight=False)
+            bar.console.print(step_line(row, grpo.max_steps), highlight=False, soft_wrap=True)
 
         run = GrpoRun(
             folder=folder,
@@ -126,6 +125,13 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
         f"{row['tokens/trained']} of {row['tokens/total']} tokens trained, "
         f"{100 * row['groups/dead']:.0f} % dead groups{failed}, {seconds:.1f} s"
     )
+
+
+def _probes(runner: Runner) -> list[list[int]]:
+    """Two whole prompts of held-out tasks: fixed, and of the kind that the policy really sees."""
+    tasks = runner.env.tasks("heldout", 2, 0)
+    segments = [runner.renderer.opening(runner.env.opening(task), runner.env.tools) for task in tasks]
+    return [[token for segment in opening for token in segment.token_ids] for opening in segments]
 
 
 def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) -> Learner:

@@ -1,4 +1,4 @@
-"""Show loss masks: who wrote each token, whether it is trained, and why. In the terminal, or as one offline HTML page."""
+"""Show loss masks: who wrote each token, whether it is trained, and why. In the terminal, or as one page."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from rollouts.runner import Runner
 from rollouts.samples import group_samples
 from rollouts.summary import summarise
 from rollouts.types import Trajectory, TrajectoryGroup
-from rollouts.weight_check import WeightProbe
+from rollouts.weight_check import WeightCheck, check_weights
 from train.advantages import group_advantages
 from train.checkpoint import save_checkpoint, save_final
 from train.config import CheckpointConfig, GrpoConfig
@@ -41,12 +41,12 @@ from train.model import score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What process 0 samples with."""
+    """What process 0 samples with. `probes` are fixed token ids on which engine and trainer must agree."""
 
     runner: Runner
     engine: Engine
     ledger: Ledger
-    probe: WeightProbe
+    probes: Sequence[Sequence[int]]
     max_concurrent: int
 
 
@@ -64,6 +64,7 @@ class GrpoRun:
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling | None
     log: MetricsLog | None
+    last_check: WeightCheck | None = None
     on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None
     on_step: Callable[[Mapping[str, Any]], None] = lambda row: None
 
@@ -93,6 +94,8 @@ class GrpoRun:
                 "time/update_s": updated - sampled,
                 "time/sync_s": done - updated,
             }
+            if self.last_check is not None:
+                row["sync/logprob_gap_max"] = self.last_check.largest_difference
             self._finish_step(step, row)
         if self.log is not None and not (self.folder / "final").exists():
             save_final(self.folder, model=self.learner.model, tokenizer=self.tokenizer)
@@ -142,7 +145,13 @@ class GrpoRun:
         model = self.learner.model
         await self.sampling.engine.load_weights(model.state_dict(), version)
         model.eval()
-        await self.sampling.probe.check(self.sampling.engine, lambda token_ids: score(model, token_ids))
+        self.last_check = await check_weights(
+            self.sampling.engine,
+            lambda token_ids: score(model, token_ids),
+            self.sampling.probes,
+            self.config.sync_tolerance,
+            self.last_check,
+        )
         model.train()
 
     def _finish_step(self, step: int, row: dict[str, Any]) -> None:

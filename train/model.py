@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
+def score(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
     """Logprobs `[n - 1]` (nats, temperature 1) of tokens 1 to n-1: what the engine's `score` must equal."""
-    ids = torch.tensor([token_ids], device=model.device)
+    ids = torch.tensor([list(token_ids)], device=model.device)
     hidden = hidden_states(model, ids, torch.arange(ids.shape[1], device=model.device)[None])
     logprobs, _ = token_logprobs(model, hidden[0, :-1], ids[0, 1:], temperature=1.0)
     return logprobs.tolist()

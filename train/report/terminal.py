@@ -1,8 +1,8 @@
 """The loss masks in a terminal: the same conversations as on the page, for a remote shell.
 
-Trained tokens are underlined and bold on a tint, so that they stand out without colours too; where there are no styles at
-all (a pipe, a log), they stand in `«…»`. A control token stands in `⟦…⟧` and those four characters are shown by number in
-other text, so nothing can be mistaken for a mark. No escape sequence of a run reaches the terminal.
+Trained tokens are underlined and bold on a tint, so that they stand out without colours too; where there are no styles
+at all (a pipe, a log), they stand in `«…»`. A control token stands in `⟦…⟧`, and those four characters are shown by
+number in other text, so nothing can be mistaken for a mark. No escape sequence of a run reaches the terminal.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rich.text import Text
 
 from data.types import Source
 from train.report.layout import Block, Limits, Piece, Run, arrange
-from train.report.masks import KIND_WORDS, SOURCE_WORDS, MaskTotals, MaskView, totals
 from train.report.mask_page import excluded_words
+from train.report.masks import KIND_WORDS, SOURCE_WORDS, MaskTotals, MaskView, totals
 from train.report.token_text import safe
 
 TERMINAL_LIMITS = Limits(run_tokens=400, view_tokens=4_000, tokens=20_000)

@@ -1,0 +1,257 @@
+"""One suite for every engine: what a rollout may rely on, whatever samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from data.types import Completion, SamplingParams
+from rollouts.engine import Engine, EngineError
+from rollouts.engine_scripted import ScriptedEngine
+from rollouts.engine_transformers import TransformersEngine
+from rollouts.engine_vllm import VllmEngine
+from rollouts.engine_vllm_start import VllmOptions
+from tests.requirements import require
+from tests.rollouts.tiny_llama import (
+    MAX_CONTEXT,
+    VOCAB_SIZE,
+    make_llama,
+    reference_greedy,
+    reference_logprobs,
+    save_llama,
+    some_prompt,
+)
+
+OLD, NEW = 0, 1  # seeds of the model
+REAL = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engine]]:
+    """Engines by kind, each started once: vLLM takes some 20 s."""
+    folder = save_llama(tmp_path_factory.mktemp("model"), OLD)
+    started: dict[str, Engine] = {}
+
+    def get(kind: str) -> Engine:
+        if kind not in started:
+            started[kind] = build(kind, folder)
+        return started[kind]
+
+    yield get
+    for engine in started.values():
+        asyncio.run(engine.close())
+
+
+def build(kind: str, folder: Path) -> Engine:
+    if kind == "scripted":
+        return ScriptedEngine(count_up, max_context_tokens=MAX_CONTEXT, vocab_size=VOCAB_SIZE)
+    if kind == "transformers":
+        return TransformersEngine(folder)
+    require("vllm")
+    return VllmEngine(folder, options=VllmOptions(kv_cache_gib=0.0625))
+
+
+def count_up(prompt_ids: Sequence[int]) -> list[int]:
+    return [(prompt_ids[-1] + 1 + i) % VOCAB_SIZE for i in range(MAX_CONTEXT)]
+
+
+@pytest.fixture(params=REAL)
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Iterator[Engine]:
+    """A real engine with the old weights."""
+    real = engines(request.param)
+    yield real
+    if real.policy_version != OLD:
+        asyncio.run(real.load_weights(make_llama(OLD).state_dict(), OLD))
+
+
+@pytest.fixture(params=["scripted", *REAL])
+def any_engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
+    """The scripted one too, for what does not depend on a model."""
+    return engines(request.param)
+
+
+def sampling(max_tokens: int = 12, seed: int | None = 1, **changed: float | tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "seed": seed, "stop_token_ids": (), **changed})
+
+
+def run_one(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    return asyncio.run(engine.generate("c", prompt_ids, params))
+
+
+async def sample_all(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Completion]:
+    calls = [engine.generate(f"c{i}", prompt, params) for i, (prompt, params) in enumerate(requests)]
+    return await asyncio.gather(*calls)
+
+
+def test_a_completion_that_fills_max_tokens_ends_by_length(any_engine: Engine) -> None:
+    completion = run_one(any_engine, some_prompt(0), sampling(max_tokens=7))
+    assert completion.completion_id == "c"
+    assert completion.finish_reason == "length"
+    assert len(completion.token_ids) == 7
+
+
+def test_the_stop_token_is_the_last_one_and_has_a_logprob(any_engine: Engine) -> None:
+    free = run_one(any_engine, some_prompt(0), sampling())
+    stop = free.token_ids[5]
+    stopped = run_one(any_engine, some_prompt(0), sampling(stop_token_ids=(stop, VOCAB_SIZE - 1)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop(any_engine: Engine) -> None:
+    free = run_one(any_engine, some_prompt(1), sampling(max_tokens=3))
+    stopped = run_one(any_engine, some_prompt(1), sampling(max_tokens=3, stop_token_ids=free.token_ids[2:]))
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids, "stop")
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "max_tokens", "words"),
+    [
+        ([], 4, "empty"),
+        (some_prompt(0, MAX_CONTEXT - 3), 4, "context"),
+        ([5, VOCAB_SIZE], 4, "vocabulary"),
+        ([5, -1], 4, "vocabulary"),
+    ],
+)
+def test_a_prompt_that_cannot_be_sampled_after_is_refused_in_one_line(
+    any_engine: Engine, prompt_ids: list[int], max_tokens: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        run_one(any_engine, prompt_ids, sampling(max_tokens))
+    assert "\n" not in str(caught.value)
+
+
+def test_prompt_and_completion_may_fill_the_context(any_engine: Engine) -> None:
+    completion = run_one(any_engine, some_prompt(0, MAX_CONTEXT - 4), sampling(max_tokens=4))
+    assert len(completion.token_ids) == 4
+
+
+def test_every_token_carries_the_version_of_the_weights(any_engine: Engine) -> None:
+    weights = make_llama(OLD).state_dict()
+    for version in (3, 0):
+        asyncio.run(any_engine.load_weights(weights, version))
+        assert any_engine.policy_version == version
+        assert run_one(any_engine, some_prompt(0), sampling(max_tokens=4)).policy_version == (version,) * 4
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(engine: Engine) -> None:
+    requests = [(some_prompt(i, 5 + 9 * i), sampling(max_tokens=8 + i, seed=i)) for i in range(8)]
+    alone = [run_one(engine, prompt, params) for prompt, params in requests]
+    together = asyncio.run(sample_all(engine, requests))
+    backwards = asyncio.run(sample_all(engine, requests[::-1]))[::-1]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.token_ids for c in backwards] == [c.token_ids for c in alone]
+
+
+def test_another_seed_gives_other_tokens_and_no_seed_too(engine: Engine) -> None:
+    seeds = [0, 1, 2, -1, None, None]
+    completions = asyncio.run(sample_all(engine, [(some_prompt(0), sampling(seed=seed)) for seed in seeds]))
+    assert len({c.token_ids for c in completions}) == len(seeds)
+    assert run_one(engine, some_prompt(0), sampling(seed=-1)).token_ids == completions[3].token_ids
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.6, 1.0), (1.0, 1.0), (1.5, 1.0), (1.0, 0.7)])
+def test_case_c05_logprobs_are_those_of_the_distribution_sampled_from(
+    engine: Engine, temperature: float, top_p: float
+) -> None:
+    prompt = some_prompt(2)
+    completion = run_one(engine, prompt, sampling(40, temperature=temperature, top_p=top_p))
+    expected = reference_logprobs(make_llama(OLD), [*prompt, *completion.token_ids], temperature, top_p)
+    assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
+
+
+def test_temperature_0_is_greedy_with_the_logprobs_of_temperature_1(engine: Engine) -> None:
+    prompt, model = some_prompt(3), make_llama(OLD)
+    completion = run_one(engine, prompt, sampling(temperature=0.0))
+    assert completion.token_ids == reference_greedy(model, prompt, 12)
+    expected = reference_logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [2, 3, 40, MAX_CONTEXT])
+def test_scores_are_the_models_logprobs(engine: Engine, length: int) -> None:
+    ids = some_prompt(4, length)
+    for _ in range(2):  # the second time its prefix is cached
+        scores = asyncio.run(engine.score(ids))
+        assert scores == pytest.approx(reference_logprobs(make_llama(OLD), ids), abs=1e-4)
+
+
+def test_scoring_and_sampling_at_once_do_not_mix(engine: Engine) -> None:
+    async def both() -> tuple[list[list[float]], list[Completion]]:
+        scoring = [engine.score(some_prompt(i, 30)) for i in range(4)]
+        requests = [(some_prompt(i), sampling(20, seed=i)) for i in range(4)]
+        scores, completions = await asyncio.gather(asyncio.gather(*scoring), sample_all(engine, requests))
+        return scores, completions
+
+    scores, completions = asyncio.run(both())
+    model = make_llama(OLD)
+    for i, (score, completion) in enumerate(zip(scores, completions, strict=True)):
+        assert score == pytest.approx(reference_logprobs(model, some_prompt(i, 30)), abs=1e-4)
+        expected = reference_logprobs(model, [*some_prompt(i), *completion.token_ids])[19:]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_32_requests_at_once(engine: Engine) -> None:
+    requests = [(some_prompt(i, 3 + i * 5), sampling(4 + i % 9, seed=i, temperature=0.5 + i / 32)) for i in range(32)]
+    completions = asyncio.run(sample_all(engine, requests))
+    model = make_llama(OLD)
+    for (prompt, params), completion in zip(requests, completions, strict=True):
+        assert len(completion.token_ids) == params.max_tokens
+        expected = reference_logprobs(model, [*prompt, *completion.token_ids], params.temperature)
+        assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
+
+
+def test_case_c08_after_a_sync_a_shared_prefix_says_what_new_weights_say(engine: Engine) -> None:
+    prefix = some_prompt(5, 300)  # more than one block of the prefix cache
+    requests = [([*prefix, 7 + i], sampling(temperature=0.0)) for i in range(3)]
+    before = asyncio.run(sample_all(engine, requests))
+    new = make_llama(NEW)
+    asyncio.run(engine.load_weights(new.state_dict(), NEW))
+    after = asyncio.run(sample_all(engine, requests))
+    for (prompt, _), old, completion in zip(requests, before, after, strict=True):
+        assert completion.token_ids != old.token_ids
+        assert completion.token_ids == reference_greedy(new, prompt, 12)
+        expected = reference_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_tied_head_may_be_left_out(engine: Engine) -> None:
+    new = make_llama(NEW)
+    asyncio.run(engine.load_weights(dict(new.named_parameters()), NEW))
+    scores = asyncio.run(engine.score(some_prompt(6)))
+    assert scores == pytest.approx(reference_logprobs(new, some_prompt(6)), abs=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["unknown", "missing", "shape"])
+def test_case_c11_weights_that_do_not_fit_are_refused_and_change_nothing(engine: Engine, fault: str) -> None:
+    weights = dict(make_llama(NEW).state_dict())
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = weights.pop(name)
+    if fault == "unknown":
+        weights |= {name: tensor, "base_model.model.lora_A.weight": tensor}
+    if fault == "shape":
+        weights[name] = tensor[:-1]
+    with pytest.raises(EngineError, match="lora_A" if fault == "unknown" else "layers.1.mlp.up_proj"):
+        asyncio.run(engine.load_weights(weights, NEW))
+    assert engine.policy_version == OLD
+    scores = asyncio.run(engine.score(some_prompt(6)))
+    assert scores == pytest.approx(reference_logprobs(make_llama(OLD), some_prompt(6)), abs=1e-4)
+
+
+def test_a_cancelled_request_leaves_the_engine_usable(engine: Engine) -> None:
+    async def cancel_one() -> Completion:
+        long = asyncio.create_task(engine.generate("long", some_prompt(0), sampling(300, seed=9)))
+        await asyncio.sleep(0.05)
+        other = asyncio.create_task(engine.generate("other", some_prompt(1), sampling(seed=2)))
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        return await other
+
+    completion = asyncio.run(cancel_one())
+    assert completion == asyncio.run(engine.generate("other", some_prompt(1), sampling(seed=2)))
+    asyncio.run(engine.load_weights(make_llama(OLD).state_dict(), OLD))  # nothing runs any more

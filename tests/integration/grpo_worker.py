@@ -1,0 +1,99 @@
+"""A small real GRPO run, for tests that kill it or run it in several processes.
+
+python -m tests.integration.grpo_worker MODEL OUTPUT_DIR ENGINE STEPS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Literal, cast
+
+from accelerate import Accelerator
+
+from data.chat import TemplateRenderer
+from data.ledger import Ledger
+from envs.sandbox.open import open_factory
+from rollouts.config import EngineConfig, LimitsConfig
+from rollouts.engine import RecordingEngine
+from rollouts.open_engine import open_engine
+from rollouts.runner import Runner
+from tests.integration.word_env import EvenLength
+from train.checkpoint import latest_checkpoint, load_state
+from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig, WandbConfig
+from train.grpo import GrpoRun, Sampling
+from train.learner import Learner
+from train.metrics import MetricsLog
+from train.model import load_model, load_tokenizer
+
+SEED = 5
+
+
+async def main(model: str, folder: Path, engine_kind: Literal["vllm", "transformers"], steps: int) -> None:
+    found = latest_checkpoint(folder / "checkpoints")
+    model_path, start_after = (str(found[0]), found[1]) if found else (model, 0)
+    tokenizer = load_tokenizer(model)
+    config = GrpoConfig(max_steps=steps, num_tasks=6, tasks_per_step=2, num_generations=4, max_micro_batch_tokens=256)
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    sampling, log = None, None
+    if is_main:
+        ledger = Ledger(folder / "ledger" / "completions.jsonl")
+        engine = RecordingEngine(
+            open_engine(
+                EngineConfig(kind=engine_kind, dtype="float32", max_context_tokens=128, max_concurrent=8),
+                model=model_path,
+            ),
+            ledger,
+        )
+        renderer = TemplateRenderer(tokenizer, name=model)
+        # A random model hardly ever samples one certain token; with many that end a turn, some turns do end.
+        renderer.stop_token_ids = tuple(range(3, 60))
+        runner = Runner(
+            engine=engine,
+            renderer=renderer,
+            env=EvenLength(),
+            sandboxes=await open_factory("local"),
+            limits=LimitsConfig(max_turns=2, max_turn_tokens=24, max_trajectory_tokens=24),
+            temperature=1.0,
+            tool_timeout_s=5.0,
+            seed=SEED,
+        )
+        sampling = Sampling(
+            runner=runner, engine=engine, ledger=ledger, probes=[[5, 9, 40, 70, 11, 30]], max_concurrent=8
+        )
+        log = MetricsLog(folder, start_after=start_after, wandb_config=WandbConfig(mode="disabled"), config={})
+    accelerator = Accelerator(cpu=True)
+    learner = Learner(
+        load_model(model_path, dtype="float32", device=accelerator.device),
+        accelerator,
+        config=config,
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        temperature=1.0,
+        pad_token_id=1,
+    )
+    if found:
+        learner.load_state(load_state(found[0]))
+    run = GrpoRun(
+        folder=folder,
+        seed=SEED,
+        config=config.model_copy(update={"mask_truncated_completions": False}),
+        checkpoints=CheckpointConfig(save_steps=2, save_total_limit=2),
+        tasks=EvenLength().tasks("train", config.num_tasks, SEED),
+        accelerator=accelerator,
+        learner=learner,
+        tokenizer=tokenizer,
+        sampling=sampling,
+        log=log,
+    )
+    await run.train(start_after=start_after)
+    if sampling is not None:
+        await sampling.engine.close()
+        await sampling.runner.sandboxes.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(
+        main(sys.argv[1], Path(sys.argv[2]), cast(Literal["vllm", "transformers"], sys.argv[3]), int(sys.argv[4]))
+    )

@@ -1,0 +1,122 @@
+"""The real loop, small: it learns something, survives kill -9 at any point, and runs in two processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from data.gate import check_batch
+from data.jsonl import read_lines
+from data.ledger import read_ledger
+from data.rows import SAMPLE
+from tests.requirements import require
+from train.metrics import read_metrics
+
+STEPS = 6
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny Llama with the embedded model's tokenizer and template."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained("models/embedded")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def command(model: Path, folder: Path, engine: str = "transformers", launch: tuple[str, ...] = ()) -> list[str]:
+    return [sys.executable, *launch, "-m", "tests.integration.grpo_worker", str(model), str(folder), engine, str(STEPS)]
+
+
+def finish(arguments: list[str], **environment: str) -> None:
+    done = subprocess.run(arguments, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    finish(command(model, folder))
+    return folder
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "final" / "model.safetensors")
+
+
+def test_a_run_updates_the_weights_and_every_step_passed_the_gate(model: Path, whole_run: Path) -> None:
+    rows = read_metrics(whole_run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert sum(row["tokens/trained"] for row in rows) > 0
+    before, after = load_file(model / "model.safetensors"), weights(whole_run)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    ledger = read_ledger(whole_run / "ledger" / "completions.jsonl")
+    samples = [
+        sample for path in sorted((whole_run / "samples").glob("*.jsonl")) for sample in read_lines(path, SAMPLE)
+    ]
+    report = check_batch(samples, ledger)
+    assert report.trained == sum(row["tokens/trained"] for row in rows)
+
+
+def test_a_killed_run_continues_to_the_same_weights(model: Path, whole_run: Path, tmp_path: Path) -> None:
+    rng = random.Random(time.time_ns())
+    for _ in range(3):
+        process = subprocess.Popen(
+            command(model, tmp_path), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        seen = len(read_metrics(tmp_path / "metrics.jsonl")) if (tmp_path / "metrics.jsonl").exists() else 0
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            path = tmp_path / "metrics.jsonl"
+            if path.exists() and len(read_metrics(path)) > min(seen, STEPS - 2):
+                break
+            time.sleep(0.02)
+        time.sleep(rng.random() * 0.5)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finish(command(model, tmp_path))
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    expected, continued = weights(whole_run), weights(tmp_path)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(continued[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_two_processes_train_like_one(model: Path, whole_run: Path, tmp_path: Path, engine: str) -> None:
+    if engine == "vllm":
+        require("vllm")
+    # With --cpu, accelerate launches one process whatever --num_processes says; this form launches as many as asked.
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+    launch += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
+    finish(command(model, tmp_path, engine, launch), ACCELERATE_USE_CPU="true")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    if engine == "transformers":
+        for name, tensor in weights(whole_run).items():
+            torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)

@@ -1,0 +1,62 @@
+"""A random Llama of 0.4 million parameters that vLLM can load too, and what it says about a sequence, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 600
+MAX_CONTEXT = 384
+
+
+def make_llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # vLLM's CPU attention takes 32, 64, 80, ...
+        max_position_embeddings=MAX_CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.15,  # so that distributions are not flat
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def save_llama(folder: Path, seed: int) -> Path:
+    make_llama(seed).save_pretrained(folder)
+    return folder
+
+
+def reference_logprobs(
+    model: LlamaForCausalLM, token_ids: Sequence[int], temperature: float = 1.0, top_p: float = 1.0
+) -> list[float]:
+    """Logprobs `[n - 1]` of tokens 1 to n-1, written without any code of the engines."""
+    with torch.no_grad():
+        logits = model(torch.tensor([list(token_ids)])).logits[0, :-1].double() / temperature
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        for row in probs:
+            order = row.argsort(descending=True)
+            kept = int((row[order].cumsum(0) < top_p).sum()) + 1  # the token that crosses the border stays
+            row[order[kept:]] = 0
+        probs = probs / probs.sum(-1, keepdim=True)
+    return [float(probs[i, token].log()) for i, token in enumerate(token_ids[1:])]
+
+
+def reference_greedy(model: LlamaForCausalLM, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+    ids = list(prompt_ids)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt_ids) :])
+
+
+def some_prompt(number: int, length: int = 20) -> list[int]:
+    return [3 + (number * 131 + position * 17 + position * position) % (VOCAB_SIZE - 3) for position in range(length)]
