@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.console import run_main
 from train.report.page import write_page
 from train.report.report import render_report
-from train.report.run_data import load_run
+from train.report.run_data import load_runs
 
 EXAMPLE = "python -m scripts.make_report runs/quickstart"
 
@@ -22,9 +22,8 @@ def main() -> None:
         "--output", type=Path, metavar="F", help="the file to write (default: report.html in the first run folder)"
     )
     arguments = parser.parse_args()
-    runs = [load_run(folder) for folder in arguments.runs]
     output: Path = arguments.output or arguments.runs[0] / "report.html"
-    write_page(output, render_report(runs))
+    write_page(output, render_report(load_runs(arguments.runs)))
     print(f"report: {output}")
 
 

@@ -21,6 +21,7 @@ from scripts.settings import GrpoSettings, load_settings, resolved, save_resolve
 from train.checkpoint import latest_checkpoint, load_state
 from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
+from train.lora import add_lora
 from train.metrics import MetricsLog
 from train.model import load_model, load_tokenizer
 
@@ -44,7 +45,9 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
     """Open everything, train, close everything."""
     folder = Path(settings.output_dir)
     found = latest_checkpoint(folder / "checkpoints")
-    model_path, start_after = (str(found[0]), found[1]) if found else (settings.model, 0)
+    start_after = found[1] if found else 0
+    # Adapters start from the base weights; without them a checkpoint's weights are the trainer's own.
+    model_path = str(found[0]) if found and settings.lora.rank == 0 else settings.model
     if (folder / "final").exists():
         if is_main:
             print(f"grpo: {folder} has all its {start_after} steps; delete it to start over")
@@ -137,7 +140,7 @@ def _probes(runner: Runner) -> list[list[int]]:
 def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) -> Learner:
     tokenizer = load_tokenizer(settings.model)
     return Learner(
-        load_model(model_path, dtype=settings.grpo.dtype, device=accelerator.device),
+        add_lora(load_model(model_path, dtype=settings.grpo.dtype, device=accelerator.device), settings.lora),
         accelerator,
         config=settings.grpo,
         optimizer=settings.optimizer,

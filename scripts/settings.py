@@ -17,7 +17,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
 from rollouts.config import EnvConfig, EvalConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
-from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig, SftConfig, WandbConfig
+from train.config import CheckpointConfig, GrpoConfig, LoraSettings, OptimizerConfig, SftConfig, WandbConfig
 
 
 class Settings(BaseSettings):
@@ -73,6 +73,7 @@ class GrpoSettings(Settings):
     seed: int = 0
     rollout: RolloutConfig = RolloutConfig()
     grpo: GrpoConfig = GrpoConfig()
+    lora: LoraSettings = LoraSettings()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     wandb: WandbConfig = WandbConfig()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from train.lora import full_state_dict
+
 _STATE = "trainer_state.pt"
 
 
@@ -40,7 +42,7 @@ def save_checkpoint(
     temporary = folder / f".{final.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=full_state_dict(model))
     tokenizer.save_pretrained(temporary)
     torch.save(state, temporary / _STATE)
     shutil.rmtree(final, ignore_errors=True)
@@ -54,7 +56,7 @@ def save_final(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTok
     """Write a finished run's model to `folder/final`, in one move: when it is there, the run has finished."""
     final, temporary = folder / "final", folder / ".final.partial"
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=full_state_dict(model))
     tokenizer.save_pretrained(temporary)
     temporary.rename(final)
     return final

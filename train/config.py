@@ -37,6 +37,14 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
 
 
+class LoraSettings(Section):
+    """Low-rank adapters instead of all weights. Engines and checkpoints still get full weights."""
+
+    rank: int = Field(0, ge=0)
+    """0: no adapters, all weights are trained."""
+    alpha: int = Field(32, ge=1)
+
+
 class GrpoConfig(Section):
     """The GRPO update."""
 

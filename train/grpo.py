@@ -35,6 +35,7 @@ from train.advantages import group_advantages
 from train.checkpoint import save_checkpoint, save_final
 from train.config import CheckpointConfig, GrpoConfig
 from train.learner import Learner
+from train.lora import full_state_dict
 from train.metrics import MetricsLog
 from train.model import score
 
@@ -143,7 +144,7 @@ class GrpoRun:
         """Give the trainer's weights to the engine, and check that they arrived."""
         assert self.sampling is not None
         model = self.learner.model
-        await self.sampling.engine.load_weights(model.state_dict(), version)
+        await self.sampling.engine.load_weights(full_state_dict(model), version)
         model.eval()
         self.last_check = await check_weights(
             self.sampling.engine,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, get_scheduler
 from data.collator import MicroBatch, pack
 from data.types import TrainingSample
 from train.config import GrpoConfig, OptimizerConfig
+from train.lora import adapter_state
 from train.loss import grpo_loss, sample_weights
 from train.model import trained_logprobs
 
@@ -42,8 +43,9 @@ class Learner:
         self._max_grad_norm = optimizer.max_grad_norm
         self._temperature = temperature
         self._pad_token_id = pad_token_id
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
+            self._parameters,
             lr=optimizer.learning_rate,
             betas=(optimizer.adam_beta1, optimizer.adam_beta2),
             weight_decay=optimizer.weight_decay,
@@ -107,7 +109,7 @@ class Learner:
     def update(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
         metrics = self.gradient(batches)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if not torch.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm.item()}; nothing was updated")
         metrics["learning_rate"] = self._schedule.get_last_lr()[0]
@@ -116,16 +118,22 @@ class Learner:
         return metrics | {"grad_norm": norm.item()}
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
+        """What a checkpoint keeps beside the full weights."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "adapter": adapter_state(self.model),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
+        self.model.load_state_dict(state["adapter"], strict=False)
 
     def _sum_over_processes(self) -> None:
         if self._accelerator.num_processes == 1:
             return
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             # A process without a micro-batch has no gradient, and must still take part.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -12,10 +12,10 @@ import contextlib
 import io
 import os
 import re
-import socket
 import tarfile
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,9 +23,9 @@ from docker.errors import APIError, ImageNotFound, NotFound
 from docker.types import Ulimit
 
 from envs.sandbox.base import SandboxError, SandboxLimits, SandboxSpec, SandboxUnavailableError, relative_path
-from envs.sandbox.command import COMMAND_ENVIRONMENT, CommandSandbox, RawResult
+from envs.sandbox.command import COMMAND_ENVIRONMENT, KILLED_EXIT_CODE, CommandSandbox, RawResult
 from envs.sandbox.docker_engine import DockerEngine
-from envs.sandbox.docker_exec import ExecStream, new_mark, wrapped
+from envs.sandbox.docker_exec import AttachedExec, ExecStream, new_mark, wrapped
 from envs.sandbox.factory import CommandFactory
 
 IMAGE = "agentgrad-sandbox:1"
@@ -36,6 +36,7 @@ KEEPER, USER = "65533:65533", "65534:65534"
 UNPACK_S = 60.0
 KILL_S = 20.0
 LAST_OUTPUT_S = 1.0
+POLL_S = 0.02
 # Processes that the sandbox's own commands (a kill, a file) may need on top of the spec's limit.
 SPARE_PROCESSES = 16
 
@@ -67,6 +68,8 @@ class DockerSandbox(CommandSandbox):
             done = await self._run_once(argv, timeout_s, stdin, max_output_bytes)
         if done is None:
             raise SandboxError("docker: the container cannot start commands any more")
+        if done.exit_code == KILLED_EXIT_CODE and not done.timed_out:
+            return replace(done, oom_killed=await self._ran_out_of_memory())
         return done
 
     async def _run_once(
@@ -92,15 +95,19 @@ class DockerSandbox(CommandSandbox):
                 await asyncio.wait([stream.stopped], timeout=LAST_OUTPUT_S)
             attached.close()
         code = 0 if timed_out or stream.flooded else stream.exit_code
-        if code is None:  # the wrapper was killed by the command, or never started
-            state = await self._engine.call(self._engine.api.exec_inspect, exec_id)
-            if state["Pid"] == 0 or state["ExitCode"] is None:
-                return None
-            code = int(state["ExitCode"])
-        oom_killed = code == 137 and await self._ran_out_of_memory()
-        return stream.result(code, timed_out=timed_out, oom_killed=oom_killed)
+        if code is None:
+            code = await self._exit_code(exec_id)
+        return None if code is None else stream.result(code, timed_out=timed_out)
 
-    async def _attach(self, command: Sequence[str], has_stdin: bool) -> tuple[str, _Attached]:
+    async def _exit_code(self, exec_id: str) -> int | None:
+        """Of a wrapper that was killed by its own command; None when Docker never started it."""
+        while True:
+            state = await self._engine.call(self._engine.api.exec_inspect, exec_id)
+            if not state["Running"]:
+                return int(state["ExitCode"]) if state["Pid"] != 0 else None
+            await asyncio.sleep(POLL_S)
+
+    async def _attach(self, command: Sequence[str], has_stdin: bool) -> tuple[str, AttachedExec]:
         opening = asyncio.ensure_future(self._engine.call(self._open_exec, command, has_stdin))
         try:
             return await asyncio.shield(opening)
@@ -111,11 +118,11 @@ class DockerSandbox(CommandSandbox):
                 await self._kill_all()
             raise
 
-    def _open_exec(self, command: Sequence[str], has_stdin: bool) -> tuple[str, _Attached]:
+    def _open_exec(self, command: Sequence[str], has_stdin: bool) -> tuple[str, AttachedExec]:
         """Start a command and take over its connection. Blocking."""
         api = self._engine.api
         made = api.exec_create(self.container_id, list(command), stdin=has_stdin, user=USER, workdir="/work")
-        return made["Id"], _Attached(api.exec_start(made["Id"], socket=True))
+        return made["Id"], AttachedExec(api.exec_start(made["Id"], socket=True))
 
     async def _kill_all(self) -> None:
         """Kill every process of the sandbox's user in one system call, which no fork can outrun."""
@@ -144,36 +151,15 @@ class DockerSandbox(CommandSandbox):
     async def _ran_out_of_memory(self) -> bool:
         """Whether the container's count of killings for memory has grown (of cgroup version 2, or 1)."""
         script = "cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control 2>/dev/null"
-        done = await self._run(["sh", "-c", script], timeout_s=KILL_S, stdin=b"", max_output_bytes=4096)
+        done = await self._run_once(["sh", "-c", script], KILL_S, b"", 4096)
+        if done is None:
+            return False
         kills = sum(int(count) for count in re.findall(rb"^oom_kill (\d+)$", done.stdout, re.MULTILINE))
         grown, self._oom_kills = kills > self._oom_kills, kills
         return grown
 
     async def _release(self) -> None:
         await self._engine.call(_remove, self._engine.api, self.container_id)
-
-
-class _Attached:
-    """The socket that Docker hands over for one exec."""
-
-    def __init__(self, handed: Any) -> None:
-        self._handed = handed
-        self._socket: socket.socket = handed._sock
-        self._transport: asyncio.Transport | None = None
-        # The SDK reads the answer's header through a buffer, and a quick command's first output may lie there.
-        self._socket.setblocking(False)
-        self._early: bytes = handed._response.raw._fp.fp.peek() or b""
-
-    async def connect(self, stream: ExecStream) -> asyncio.Transport:
-        loop = asyncio.get_running_loop()
-        stream.data_received(self._early)
-        self._transport, _ = await loop.create_connection(lambda: stream, sock=self._socket)
-        return self._transport
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        self._handed._response.close()
 
 
 class DockerFactory(CommandFactory):
@@ -211,6 +197,9 @@ class DockerFactory(CommandFactory):
                 how = "bash scripts/build_sandbox_image.sh" if image == IMAGE else f"docker pull {image}"
                 raise SandboxUnavailableError(f"docker: there is no image {image}: run {how}") from error
             raise SandboxUnavailableError(str(error)) from error
+        except BaseException:
+            await engine.close()
+            raise
         return cls(engine, image, ttl_s)
 
     async def _start(self, spec: SandboxSpec) -> DockerSandbox:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Sequence
+from typing import Any
 
 from envs.sandbox.command import KILLED_EXIT_CODE, Capture, RawResult
 
@@ -124,7 +126,7 @@ class ExecStream(asyncio.Protocol):
         codes = [stream.exit_code for stream in self._streams.values()]
         return None if None in codes else codes[0]
 
-    def result(self, exit_code: int, *, timed_out: bool, oom_killed: bool) -> RawResult:
+    def result(self, exit_code: int, *, timed_out: bool) -> RawResult:
         for stream in self._streams.values():
             stream.finish()
         out, err = (self._streams[number].capture for number in (_STDOUT, _STDERR))
@@ -133,6 +135,28 @@ class ExecStream(asyncio.Protocol):
             stdout=out.content,
             stderr=err.content,
             timed_out=timed_out,
-            oom_killed=oom_killed,
             output_truncated=out.truncated or err.truncated,
         )
+
+
+class AttachedExec:
+    """The socket that Docker hands over for one exec."""
+
+    def __init__(self, handed: Any) -> None:
+        self._handed = handed
+        self._socket: socket.socket = handed._sock
+        self._transport: asyncio.Transport | None = None
+        # The SDK reads the answer's header through a buffer, and a quick command's first output may lie there.
+        self._socket.setblocking(False)
+        self._early: bytes = handed._response.raw._fp.fp.peek() or b""
+
+    async def connect(self, stream: ExecStream) -> asyncio.Transport:
+        loop = asyncio.get_running_loop()
+        stream.data_received(self._early)
+        self._transport, _ = await loop.create_connection(lambda: stream, sock=self._socket)
+        return self._transport
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._handed._response.close()

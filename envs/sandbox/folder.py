@@ -16,29 +16,36 @@ REMOVE_TRIES = 20
 REMOVE_PAUSE_S = 0.05
 
 
-def make_folder(parent: Path, files: Mapping[str, bytes], owner: int | None) -> Path:
+def make_folder(parent: Path, files: Mapping[str, bytes], owner: int | None, *, prefix: str = "work-") -> Path:
     """A new folder in `parent` that holds `files`; all of it belongs to the user id `owner` (None: to this process).
 
-    It may write from outside only because no command has run in the folder yet. When it fails, what it made stays in
-    `parent`, which the factory removes.
+    It may write from outside only because no command has run in the folder yet. When it fails, nothing stays.
 
     Raises:
         ValueError: a path leaves the folder.
         SandboxError: the disk is full, or two files are in each other's way.
     """
-    paths = [relative_path(path) for path in files]
+    checked = {relative_path(path): content for path, content in files.items()}
     try:
-        folder = Path(tempfile.mkdtemp(prefix="work-", dir=parent))
-        for path, content in zip(paths, files.values(), strict=True):
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        if owner is not None:
-            for place in (folder, *folder.rglob("*")):
-                os.chown(place, owner, owner)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
-        raise SandboxError(f"the working folder could not be made in {parent}: {error}") from error
+        raise SandboxError(f"no working folder can be made in {parent}: {error}") from error
+    try:
+        _fill(folder, checked, owner)
+    except OSError as error:
+        remove_folder(folder)
+        raise SandboxError(f"the task's files cannot be written in {parent}: {error}") from error
     return folder
+
+
+def _fill(folder: Path, files: Mapping[str, bytes], owner: int | None) -> None:
+    for path, content in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    if owner is not None:
+        for place in (folder, *folder.rglob("*")):
+            os.chown(place, owner, owner)
 
 
 def remove_folder(folder: Path) -> None:

@@ -51,10 +51,21 @@ class LocalFactory(CommandFactory):
 
     def __init__(self, parent: Path | None = None) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="agentgrad-local-", dir=parent))
+        self._parent = parent
 
     async def _start(self, spec: SandboxSpec) -> LocalSandbox:
-        return LocalSandbox(await asyncio.to_thread(make_folder, self.folder, spec.files, None), spec)
+        making = asyncio.ensure_future(asyncio.to_thread(_make, self._parent, spec))
+        try:
+            return LocalSandbox(await asyncio.shield(making), spec)
+        except asyncio.CancelledError:
+            # The thread goes on, and what it makes must not stay.
+            await asyncio.to_thread(remove_folder, await making)
+            raise
 
     async def _release(self) -> None:
-        await asyncio.to_thread(remove_folder, self.folder)
+        pass
+
+
+def _make(parent: Path | None, spec: SandboxSpec) -> Path:
+    place = parent if parent is not None else Path(tempfile.gettempdir())
+    return make_folder(place, spec.files, None, prefix="agentgrad-local-")

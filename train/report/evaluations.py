@@ -21,10 +21,15 @@ class EvaluationFile:
     evaluation: Evaluation
 
     @property
+    def split_words(self) -> str:
+        return {"heldout": "held-out", "train": "training"}.get(self.split, self.split)
+
+    @property
     def settings(self) -> str:
         """The conditions in words; figures under different ones must not be compared."""
         result = self.evaluation
-        return f"{result.tasks} {self.split} tasks, {result.attempts} attempts each, temperature {self.temperature:g}"
+        tasks = f"{result.tasks} {self.split_words} tasks"
+        return f"{tasks}, {result.attempts} attempts each, temperature {self.temperature:g}"
 
 
 EVALUATION_FILE = TypeAdapter(EvaluationFile)
@@ -56,9 +61,10 @@ def read_evaluation(path: Path) -> EvaluationFile:
 def paired_difference(before: Evaluation, after: Evaluation) -> tuple[float, float, int] | None:
     """How much the success differs on the tasks that both attempted: mean, its standard error, number of tasks.
 
-    Tasks differ a lot in how hard they are; pairing takes that out. None with fewer than two common tasks.
+    Tasks differ a lot in how hard they are; pairing takes that out. None with fewer than two common
+    tasks.
 
-    >>> # one task 1/4 → 3/4, one task 2/4 → 4/4: a difference of 0.5 on both
+    Worked example: one task goes from 1/4 to 3/4, another from 2/4 to 4/4: 0.5, 0.0, 2.
     """
     common = [task for task, (_, n) in before.counts.items() if n and after.counts.get(task, (0, 0))[1]]
     if len(common) < 2:

@@ -71,6 +71,14 @@ _SFT_LOSS = Curve(
     show=_nats,
     smooth=True,
 )
+_SFT_ACCURACY = Curve(
+    title="Tokens guessed right",
+    keys={"mean_token_accuracy": "accuracy"},
+    explanation="Share of the trained tokens that the model thinks likeliest when it has read what stands before them.",
+    show=_percent,
+    smooth=True,
+    percent=True,
+)
 _REWARD = Curve(
     title="Reward",
     keys={"reward/mean": "mean reward"},
@@ -156,8 +164,9 @@ def evaluation_figure(evaluations: Sequence[EvaluationFile]) -> ReportFigure | N
     explanation = "Percent of attempts that succeed, with one standard error."
     if most > 1:
         explanation = (
-            f"In percent. Success: an attempt succeeds (whiskers: one standard error). pass@{most}: at least one of {most} "
-            f"attempts does, which is what the model can do at all. pass^{most}: all {most} do, which is what one can rely on."
+            f"In percent. Success: an attempt succeeds (whiskers: one standard error). pass@{most}: at least one of "
+            f"{most} attempts does, which is what the model can do at all. pass^{most}: all {most} do, which is what "
+            "one can rely on."
         )
     return ReportFigure(
         title="Success by stage",
@@ -168,7 +177,7 @@ def evaluation_figure(evaluations: Sequence[EvaluationFile]) -> ReportFigure | N
 
 
 def sft_figures(runs: Sequence[RunData]) -> list[ReportFigure]:
-    return _curves([(run.name, run.sft) for run in runs], [_SFT_LOSS])
+    return _curves([(run.name, run.sft) for run in runs if run.sft], [_SFT_LOSS, _SFT_ACCURACY])
 
 
 def grpo_figures(runs: Sequence[RunData]) -> list[ReportFigure]:

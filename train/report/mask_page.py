@@ -51,10 +51,16 @@ def mask_values(views: Sequence[MaskView], limits: Limits = PAGE_LIMITS) -> dict
         "total": total,
         "shares": token_shares(total),
         "kinds": [KIND_WORDS[kind] for kind in kinds],
-        "source_words": {source: words for source, words in SOURCE_WORDS.items() if total.by_source[source]},
-        "trainable": Source.TARGET if kinds == ["sft"] else Source.MODEL,
+        "source_words": SOURCE_WORDS,
+        "trained_sources": _trained_sources(total),
         "excluded_words": excluded_words(total),
     }
+
+
+def _trained_sources(total: MaskTotals) -> list[Source]:
+    """What the legend shows as trained: never what is trained by a fault."""
+    lawful = [source for source in (Source.MODEL, Source.TARGET) if total.by_source[source]]
+    return [source for source in lawful if total.trained_by_source[source]] or lawful[:1]
 
 
 def excluded_words(total: MaskTotals) -> Mapping[str, int]:

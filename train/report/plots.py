@@ -17,7 +17,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 WIDTH, HEIGHT = 5.4, 2.7
 _LINE_STYLES = ("-", "--", "-.", ":")
-_HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "ooo", "**")
+# Straight lines only: a hatch of dots is a thousand shapes.
+_HATCHES = ("", "///", "\\\\\\", "---", "xxx", "|||", "++", "//")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +28,16 @@ class Theme:
     ink: str
     grid: str
     paper: str
+    pale: float
     colours: tuple[str, ...]
 
 
 LIGHT = Theme(
-    ink="#4a5462", grid="#e3e0d8", paper="#ffffff",
+    ink="#4a5462", grid="#e3e0d8", paper="#ffffff", pale=0.35,
     colours=("#0b5cad", "#d55e00", "#008f6b", "#a9568f", "#b58900", "#3f9fd8", "#7a828d", "#6b4d1e"),
 )  # fmt: skip
 DARK = Theme(
-    ink="#b3bcc8", grid="#333a44", paper="#1b1f26",
+    ink="#b3bcc8", grid="#333a44", paper="#1b1f26", pale=0.55,
     colours=("#6db3f8", "#ff9a52", "#4fd1a5", "#dd9ccb", "#e8c547", "#9bd3f5", "#9aa4b0", "#cfae7a"),
 )  # fmt: skip
 
@@ -70,18 +72,20 @@ def draw_lines(
     """Curves by step. `smooth` adds a running mean and pales the single steps; `log` leaves out what is not above 0."""
     for index, line in enumerate(lines):
         colour, style = theme.colours[index % len(theme.colours)], _LINE_STYLES[index % len(_LINE_STYLES)]
-        points = [(s, v) for s, v in zip(line.steps, line.values, strict=True) if v > 0 or not log]
+        thin = zip(thinned(line.steps), thinned(line.values), strict=True)
+        points = [(step, value) for step, value in thin if value > 0 or not log]
         if not points:
             continue
         steps, values = zip(*points, strict=True)
         few = "o" if len(points) <= 3 else None
         if smooth and len(points) >= 8:
-            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+            axes.plot(steps, values, color=colour, alpha=theme.pale, linewidth=1)
             axes.plot(steps, running_mean(values), color=colour, linestyle=style, linewidth=2.2, label=line.name)
         else:
             axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.8, label=line.name, marker=few)
     if log:
         axes.set_yscale("log")
+        axes.minorticks_off()
     elif percent:
         axes.set_ylim(-0.02, 1.02)
     if percent:
@@ -95,21 +99,24 @@ def draw_stack(
     axes: Axes, theme: Theme, steps: Sequence[int], parts: Mapping[str, Sequence[float]], *, percent: bool = False
 ) -> None:
     """Parts of a whole by step, one on the other; hatched, so that they can be told apart without colours."""
-    bottom = [0.0] * len(steps)
-    width = 0.9 * (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else 0.9
+    centres = thinned(steps)
+    half = (centres[1] - centres[0]) / 2 if len(centres) > 1 else 0.5
+    edges = [edge for centre in centres for edge in (centre - half, centre + half)]
+    bottom = [0.0] * len(edges)
     for index, (name, values) in enumerate(parts.items()):
-        axes.bar(
-            steps,
-            values,
-            bottom=bottom,
-            width=width,
+        # One shape for each part, with steps as flat tops: a bar for each step would make the page ten times as large.
+        top = [low + value for low, value in zip(bottom, (v for v in thinned(values) for _ in range(2)), strict=True)]
+        axes.fill_between(
+            edges,
+            bottom,
+            top,
             label=name,
-            color=theme.colours[index % len(theme.colours)],
+            facecolor=theme.colours[index % len(theme.colours)],
             hatch=_HATCHES[index % len(_HATCHES)],
             edgecolor=theme.paper,
             linewidth=0,
         )
-        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+        bottom = top
     if percent:
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -161,6 +168,17 @@ def running_mean(values: Sequence[float], window: int = 7) -> list[float]:
     return [sum(span) / len(span) for span in spans]
 
 
+def thinned(values: Sequence[float], most: int = 400) -> list[float]:
+    """At most `most` values, each the mean of its neighbours: more points than a picture is wide show nothing more.
+
+    >>> thinned([1.0, 3.0, 5.0, 7.0], most=2)
+    [2.0, 6.0]
+    """
+    size = -(-len(values) // most) if values else 1
+    spans = [values[start : start + size] for start in range(0, len(values), size)]
+    return [sum(span) / len(span) for span in spans]
+
+
 def _svg(draw: Callable[[Axes, Theme], None], theme: Theme, width: float, height: float) -> str:
     style = {
         "svg.hashsalt": "agentgrad",  # the same numbers give the same bytes
@@ -191,7 +209,8 @@ def _svg(draw: Callable[[Axes, Theme], None], theme: Theme, width: float, height
 
 def _steps_below(axes: Axes) -> None:
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
 
 
 def _legend(axes: Axes, theme: Theme) -> None:

@@ -95,11 +95,11 @@ def headline(run: RunData) -> str:
         return "No evaluation has been made yet."
     words = [f"{100 * one.evaluation.success:.1f} % ({one.name})" for one in stages]
     if len(stages) == 1:
-        return f"Success on {stages[0].split} tasks is {words[0]}."
+        return f"Success on {stages[0].split_words} tasks is {words[0]}."
     if not all(_comparable(stages[0], other) for other in stages[1:]):
         return "The evaluations were made under different conditions, so they cannot be compared."
     rising = all(a.evaluation.success <= b.evaluation.success for a, b in pairwise(stages))
-    return f"Success on {stages[0].split} tasks {'rose' if rising else 'went'} from {' to '.join(words)}."
+    return f"Success on {stages[0].split_words} tasks {'rose' if rising else 'went'} from {' to '.join(words)}."
 
 
 def _comparable(a: EvaluationFile, b: EvaluationFile) -> bool:

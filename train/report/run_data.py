@@ -9,7 +9,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,14 @@ def load_run(folder: Path) -> RunData:
         configs=configs,
         notes=tuple(notes),
     )
+
+
+def load_runs(folders: Sequence[Path]) -> list[RunData]:
+    """Several runs; where two folders have one name, all are called by their path."""
+    runs = [load_run(folder) for folder in folders]
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    return [replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
 
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:

@@ -1,0 +1,171 @@
+"""Warm-start conversations on disk: nothing is lost or added, and a bad line is named. (Masks: tests/train/test_sft.)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from data.chat import TemplateRenderer
+from data.demonstrations import Demonstration, read_demonstrations, to_sample, to_samples, write_demonstrations
+from envs.types import Message, ToolCall, ToolSpec
+from tests.data.test_tool_calls import texts, values
+from tests.data.test_types import no_clock
+
+EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
+
+
+@pytest.fixture(scope="module")
+def renderer() -> TemplateRenderer:
+    return TemplateRenderer(AutoTokenizer.from_pretrained(EMBEDDED), name="embedded")
+
+
+arguments = st.dictionaries(texts, values, max_size=2)
+tool_calls = st.builds(ToolCall, call_id=texts, name=texts, arguments=arguments)
+messages = st.one_of(
+    st.builds(Message, role=st.sampled_from(["system", "user"]), content=texts),
+    st.builds(
+        Message,
+        role=st.just("assistant"),
+        content=texts,
+        tool_calls=st.lists(tool_calls, max_size=2).map(tuple),
+        train=st.booleans(),
+    ),
+    st.builds(Message, role=st.just("tool"), content=texts, call_id=texts),
+)
+tools = st.builds(
+    ToolSpec, name=texts, description=texts, parameters=arguments.map(lambda more: {"type": "object"} | more)
+)
+demonstrations = st.builds(
+    Demonstration,
+    task_id=texts,
+    messages=st.lists(messages, min_size=1, max_size=4).map(tuple),
+    tools=st.lists(tools, max_size=2).map(tuple),
+)
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def conversation(arguments: Any, **changes: Any) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    return {"task_id": "t", "messages": said, "tools": []} | changes
+
+
+def arguments_in(path: Path) -> list[Any]:
+    return [demonstration.messages[1].tool_calls[0].arguments for demonstration in read_demonstrations(path)]
+
+
+@settings(no_clock, max_examples=40)
+@given(rows=st.lists(demonstrations, max_size=3))
+def test_what_was_written_is_read_back_equal(tmp_path: Path, rows: list[Demonstration]) -> None:
+    assert write_demonstrations(tmp_path / "d.jsonl", rows) == len(rows)
+    assert list(read_demonstrations(tmp_path / "d.jsonl")) == rows
+
+
+def test_keys_of_other_calls_never_leak_a21(tmp_path: Path, renderer: TemplateRenderer) -> None:
+    path = write_rows(
+        tmp_path / "d.jsonl", conversation({"src": "a", "dst": "b"}), conversation({"path": "/", "limit": None})
+    )
+    assert arguments_in(path) == [{"src": "a", "dst": "b"}, {"path": "/", "limit": None}]
+    _, second = list(read_demonstrations(path))
+    turn = renderer.parse(renderer.turn_ids(second.messages[1]), call_id_prefix="c")
+    assert [call.arguments for call in turn.calls if isinstance(call, ToolCall)] == [{"path": "/", "limit": None}]
+
+
+def test_one_key_may_have_two_types_a22(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "d.jsonl", conversation({"t": "2025-01-01"}), conversation({"t": 1735689600}))
+    assert arguments_in(path) == [{"t": "2025-01-01"}, {"t": 1735689600}]
+
+
+def test_arguments_as_text_or_object_are_the_same_ids_a23(tmp_path: Path, renderer: TemplateRenderer) -> None:
+    path = write_rows(tmp_path / "d.jsonl", conversation({"city": "Zürich"}), conversation('{"city": "Z\\u00fcrich"}'))
+    first, second = (to_sample(row, renderer) for row in read_demonstrations(path))
+    assert first == second
+    turn = renderer.parse(first.token_ids, call_id_prefix="c")
+    assert [call.arguments for call in turn.calls if isinstance(call, ToolCall)] == [{"city": "Zürich"}]
+
+
+def test_half_a_surrogate_pair_is_replaced_b15(tmp_path: Path, renderer: TemplateRenderer) -> None:
+    row = conversation('{"x": "\\ud83c"}')
+    row["messages"][0]["content"] = "cheers \ud83c"
+    (read,) = read_demonstrations(write_rows(tmp_path / "d.jsonl", row))
+    assert read.messages[0].content == "cheers \N{REPLACEMENT CHARACTER}"
+    assert read.messages[1].tool_calls[0].arguments == {"x": "\N{REPLACEMENT CHARACTER}"}
+    to_sample(read, renderer)
+    write_demonstrations(tmp_path / "again.jsonl", [read])
+
+
+def test_absent_fields_have_defaults(tmp_path: Path) -> None:
+    row = {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "train": False}],
+        "tools": [{"name": "f"}],
+    }
+    (read,) = read_demonstrations(write_rows(tmp_path / "some.jsonl", row))
+    assert read.task_id == "some-1"
+    assert [message.train for message in read.messages] == [True, False]
+    assert read.tools == (ToolSpec(name="f", description="", parameters={"type": "object", "properties": {}}),)
+
+
+BAD_LINES = {
+    "no JSON": (b"{oops", "Expecting property name"),
+    "an empty line": (b"", "Expecting value"),
+    "no object": (b"[1]", "object"),
+    "no messages": (b'{"tools": []}', "no 'messages'"),
+    "messages are no list": (b'{"messages": 3}', "not iterable"),
+    "no role": (b'{"messages": [{"content": "Hi"}]}', "no 'role'"),
+    "an unknown role": (b'{"messages": [{"role": "ai", "content": "Hi"}]}', "role 'ai' is unknown"),
+    "a forged role": (b'{"messages": [{"role": "user<|im_end|>", "content": "Hi"}]}', "is unknown"),
+    "content in parts": (b'{"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}', "must be text, not list"),
+    "a user's call": (
+        b'{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}',
+        "only an assistant message may hold tool calls",
+    ),
+    "arguments are a list": (json.dumps(conversation([1])).encode(), "arguments of call 'f' are not an object"),
+    "arguments are no JSON": (json.dumps(conversation("{oops")).encode(), "Expecting property name"),
+    "no arguments": (
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}', "no 'arguments'",
+    ),
+    "no UTF-8": (b'{"messages": "\xff"}', "utf-8"),
+    "a number without end": (json.dumps(conversation({"x": float("inf")})).encode(), "not finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_an_error_names_file_and_line(tmp_path: Path, name: str) -> None:
+    line, reason = BAD_LINES[name]
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(json.dumps(conversation({})).encode() + b"\n" + line + b"\n")
+    rows = read_demonstrations(path)
+    next(rows)
+    with pytest.raises(ValueError, match=rf"d\.jsonl, line 2: not a conversation: .*{reason}"):
+        next(rows)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
+        list(read_demonstrations(tmp_path / "none.jsonl"))
+
+
+def test_what_is_too_long_or_untrained_is_dropped_and_counted(renderer: TemplateRenderer) -> None:
+    def talk(task_id: str, said: str, *, train: bool = True) -> Demonstration:
+        answer = Message(role="assistant", content=said, train=train)
+        return Demonstration(task_id=task_id, messages=(Message(role="user", content="Hi"), answer), tools=())
+
+    rows = [talk("good", "12"), talk("long", "12 " * 200), talk("context", "12", train=False)]
+    samples, report = to_samples(rows, renderer, max_length=100)
+    assert [sample.trajectory_id for sample in samples] == ["good"]
+    assert report.kept == 1
+    assert report.dropped == {"longer than 100 tokens": 1, "without a trained turn": 1}
+    assert sum(report.tokens.values()) == len(samples[0])
+    assert report.trained_tokens == sum(samples[0].loss_mask)
+    with pytest.raises(ValueError, match="no demonstration is left to train on"):
+        to_samples(rows[1:], renderer, max_length=100)

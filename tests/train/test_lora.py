@@ -1,0 +1,65 @@
+"""LoRA: only adapters are trained, engines and checkpoints get full weights, and the trainer's tensors stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.random_samples import random_samples, tiny_model
+from train.checkpoint import save_checkpoint
+from train.config import GrpoConfig, LoraSettings, OptimizerConfig
+from train.learner import Learner
+from train.lora import add_lora, full_state_dict
+from train.model import score
+
+IDS = [9, 30, 41, 12, 77, 25, 60]
+
+
+def trained() -> Learner:
+    """A learner with adapters, after one large step."""
+    learner = Learner(
+        add_lora(tiny_model(), LoraSettings(rank=4, alpha=8)),
+        Accelerator(cpu=True),
+        config=GrpoConfig(max_micro_batch_tokens=512),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        temperature=1.0,
+        pad_token_id=1,
+    )
+    learner.update(learner.pack(random_samples(4, advantages=[1.0, -1.0, 1.0, -1.0])))
+    learner.update(learner.pack(random_samples(4, advantages=[1.0, -1.0, 1.0, -1.0])))
+    return learner
+
+
+def test_c09_c11_full_weights_have_every_name_once_and_hold_the_update() -> None:
+    model = trained().model.eval()
+    plain = tiny_model().eval()
+    full = full_state_dict(model)
+    assert full.keys() == plain.state_dict().keys()
+    changed = [name for name, tensor in plain.state_dict().items() if not torch.equal(full[name], tensor)]
+    assert len(changed) == 2 * 7
+    before = score(plain, IDS)
+    plain.load_state_dict(full)
+    torch.testing.assert_close(score(plain, IDS), score(model, IDS), atol=1e-5, rtol=1e-5)
+    assert max(abs(a - b) for a, b in zip(before, score(plain, IDS), strict=True)) > 1e-3
+
+
+def test_c10_making_full_weights_changes_nothing_and_repeats() -> None:
+    model = trained().model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first, second = full_state_dict(model), full_state_dict(model)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_checkpoint_is_an_ordinary_model_and_the_run_continues_from_it(tmp_path: Path) -> None:
+    learner = trained()
+    tokenizer = AutoTokenizer.from_pretrained("models/embedded")
+    path = save_checkpoint(tmp_path, 2, model=learner.model, tokenizer=tokenizer, state=learner.state(), keep=1)
+    expected = score(learner.model.eval(), IDS)
+    torch.testing.assert_close(score(AutoModelForCausalLM.from_pretrained(path), IDS), expected, atol=1e-5, rtol=1e-5)
+    again = trained()
+    again.load_state(torch.load(path / "trainer_state.pt", weights_only=True))
+    torch.testing.assert_close(score(again.model.eval(), IDS), expected, atol=1e-6, rtol=1e-6)

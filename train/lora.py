@@ -1,0 +1,59 @@
+"""LoRA: small trainable matrices beside frozen ones, and the full weights that the two add up to.
+
+The adapters are put into the model in place, so every other part sees an ordinary model. Engines and checkpoints get
+full weights under the ordinary names; the trainer's own tensors are never merged, so they do not drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from train.config import LoraSettings
+
+_ADAPTER = "default"
+
+
+def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
+    """Put adapters beside all linear layers but the head, and freeze everything else (Hu et al. 2021,
+    arXiv:2106.09685). A rank of 0 leaves the model as it is."""
+    if settings.rank == 0:
+        return model
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+    ]
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
+    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    return model
+
+
+@torch.no_grad()
+def full_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Every weight under its Hugging Face name, adapters merged into copies; the model itself is not touched."""
+    layers: Mapping[str, LoraLayer] = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
+    if not layers:
+        return model.state_dict()
+    full: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        layer_name, _, rest = name.partition(".base_layer.")
+        if layer_name in layers and rest == "weight":
+            full[f"{layer_name}.weight"] = tensor + layers[layer_name].get_delta_weight(_ADAPTER)  # type: ignore[operator]
+        elif layer_name in layers and rest:
+            full[f"{layer_name}.{rest}"] = tensor
+        elif ".lora_" not in name:
+            full[name] = tensor
+    return full
+
+
+def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapters' own tensors; empty without LoRA."""
+    return {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
