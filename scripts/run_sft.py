@@ -51,8 +51,8 @@ def main() -> None:
 def step_line(row: Mapping[str, Any], steps: int) -> str:
     """One line for the log and the terminal."""
     return (
-        f"step {row['step']}/{steps}: loss {row['loss']:.3f}, {100 * row['mean_token_accuracy']:.0f} % of trained tokens "
-        f"right, {row['tokens/trained']} of {row['tokens/total']} tokens trained, {row['time/step_s']:.2f} s"
+        f"step {row['step']}/{steps}: loss {row['loss']:.3f}, {100 * row['mean_token_accuracy']:.0f} % right, "
+        f"{row['tokens/trained']} of {row['tokens/total']} tokens trained, {row['time/step_s']:.2f} s"
     )
 
 

@@ -135,11 +135,12 @@ def save_resolved(settings: Settings, folder: Path) -> None:
     """Write `config.toml` into a run folder.
 
     Raises:
-        ValueError: the folder holds a run with another configuration.
+        ValueError: the folder holds steps that were made with another configuration.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, values = folder / "config.toml", resolved(settings)
-    if path.exists() and (old := _read_toml(path)) != values:
+    path, values, metrics = folder / "config.toml", resolved(settings), folder / "metrics.jsonl"
+    has_steps = metrics.exists() and metrics.stat().st_size > 0
+    if has_steps and path.exists() and (old := _read_toml(path)) != values:
         raise ValueError(
             f"{folder} holds a run with another configuration ({first_difference(old, values)}); delete the folder or "
             "choose another output_dir"

@@ -185,7 +185,8 @@ install_packages() {
         fi
     done
     if [ -n "$removed" ]; then say "removed$removed: not needed for text, and they can break transformers"; fi
-    "$python" -c 'import transformers, trl, vllm' >>"$log" 2>&1 || pip_failed "a set that imports"
+    # The import that a package which does not fit torch breaks first.
+    "$python" -c 'from transformers import AutoModelForCausalLM' >>"$log" 2>&1 || pip_failed "packages that fit each other"
     printf '%s\n%s\n' "$(wanted)" "$root" >"$stamp"
     say "packages are ready ($SECONDS s)"
 }

@@ -10,7 +10,7 @@ from rich.console import Console
 from scripts.console import run_main
 from train.report.mask_page import render_mask_page
 from train.report.page import write_page
-from train.report.sources import find_model, load_views
+from train.report.sources import load_views
 from train.report.terminal import print_masks
 
 EXAMPLE = "python -m scripts.view_masks runs/quickstart/grpo/samples/step-000001.jsonl --html masks.html"
@@ -21,8 +21,7 @@ def main() -> None:
     path: Path = arguments.path
     if arguments.limit < 1:
         raise ValueError("--limit must be at least 1")
-    model = arguments.model or (find_model(path) if path.is_file() else Path())
-    loaded = load_views(path, model, limit=arguments.limit)
+    loaded = load_views(path, arguments.model, limit=arguments.limit)
     title = str(Path(*path.parts[-2:]))
     if arguments.html is None:
         print_masks(Console(highlight=False), loaded.views, title=title, rows=loaded.rows)

@@ -139,7 +139,9 @@ class TokenTrainer(SFTTrainer):
 
     trained_tokens: int = 0
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         # What the loss is divided by: trained labels of all micro-batches and processes of the step.
         if num_items_in_batch is not None:
             self.trained_tokens = int(num_items_in_batch)
@@ -254,8 +256,8 @@ def _save_final(trainer: TokenTrainer, final: Path, stop_token_id: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         # Generation ends at the token that ends turns; what else the model stopped at stays.
         generation: Any = trainer.model.generation_config
-        known = generation.eos_token_id
-        others = [token for token in (known if isinstance(known, list) else [known]) if token not in (None, stop_token_id)]
+        known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        others = [token for token in known if token not in (None, stop_token_id)]
         generation.eos_token_id = [stop_token_id, *others] if others else stop_token_id
     trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(partial))

@@ -19,7 +19,7 @@ from train.config import SftConfig
 IGNORED = -100
 """The label of a token that is not trained."""
 
-_POOL_STEPS = 8
+_POOL_STEPS = 16
 """Rows are sorted by length within so many steps: little padding, and still another mixture each epoch."""
 
 
@@ -46,7 +46,7 @@ def check_samples(
     """Refuse rows that train anything but a demonstration's own turns, or turns that would not teach to stop.
 
     Raises:
-        ValueError: a trained token is not TARGET, or the last token of a trained turn is not one that sampling stops at.
+        ValueError: a trained token is not TARGET, or the last token of a trained turn is none that sampling stops at.
     """
     for sample in samples:
         for position, trained in enumerate(sample.loss_mask):
@@ -115,10 +115,11 @@ def training_order(lengths: Sequence[int], *, rows_per_step: int, steps: int, se
 
 
 def ordered_dataset(samples: Sequence[TrainingSample], order: Sequence[int]) -> Dataset:
-    """The run's rows as TRL takes them, in training order: `input_ids [L]` and `labels [L]`, `IGNORED` where the token is
-    not trained. The mask decides, never the id."""
+    """The run's rows as TRL takes them, in training order: `input_ids [L]` and `labels [L]`, `IGNORED` where a token
+    is not trained. The mask decides, never the id."""
     labels = [
-        [token if trained else IGNORED for token, trained in zip(s.token_ids, s.loss_mask, strict=True)] for s in samples
+        [token if trained else IGNORED for token, trained in zip(s.token_ids, s.loss_mask, strict=True)]
+        for s in samples
     ]
     rows = Dataset.from_dict({"input_ids": [list(sample.token_ids) for sample in samples], "labels": labels})
     # An epoch costs indices, not copies.

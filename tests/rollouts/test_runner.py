@@ -629,14 +629,10 @@ def test_no_sandbox_outlives_its_trajectory(tmp_path: Path) -> None:
     script = [say("", ("break", "x")), say("", ("crash", "x")), say("ok"), say("", ("block", "x"))]
     runner = make_runner(ScriptedEngine(script), factory, wall_clock_s=1.0)
 
-    async def run() -> None:
-        async with factory:
-            (group,) = await sample_groups(runner, [TASK], num_generations=4, prefix="p", max_concurrent=4)
-            assert len(group.failures) == 2
-            assert list(tmp_path.rglob("work-*")) == []
-
-    asyncio.run(run())
+    (group,) = asyncio.run(sample_groups(runner, [TASK], num_generations=4, prefix="p", max_concurrent=4))
+    assert len(group.failures) == 2
     assert list(tmp_path.iterdir()) == []
+    asyncio.run(factory.close())
 
 
 def test_the_agent_of_the_textbooks_earns_its_reward() -> None:

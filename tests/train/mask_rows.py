@@ -115,7 +115,9 @@ def pair(ledger: Ledger | None = None, *, tool_text: str = "12") -> list[Traject
     ]
 
 
-def samples(trajectories: list[Trajectory], *, advantages: tuple[float | None, ...] = (0.7, -0.7)) -> list[TrainingSample]:
+def samples(
+    trajectories: list[Trajectory], *, advantages: tuple[float | None, ...] = (0.7, -0.7)
+) -> list[TrainingSample]:
     """The rows that the trainer would pack."""
     task = Task(task_id=trajectories[0].task_id, prompt="")
     group = TrajectoryGroup(group_id=trajectories[0].group_id, task=task, trajectories=tuple(trajectories))

@@ -3,7 +3,7 @@ packed and not; and what packed samples see of each other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ ROWS = 4
 
 
 def violations(gradient: Tensor, loss_mask: Tensor) -> list[tuple[int, int]]:
-    """Positions `(row, column)` whose gradient `[B, L, H]` is there though the next token is not trained, or is not there
+    """Positions `(row, column)` where there is a gradient `[B, L, H]` though the next token is not trained, or none
     though it is; `loss_mask [B, L]`."""
     expected = torch.zeros_like(loss_mask)
     expected[:, :-1] = loss_mask[:, 1:]
@@ -63,6 +63,15 @@ def reference_gradient(states: Tensor, head: Tensor, token_ids: Tensor, weights:
     (-(weights[:, 1:] * picked).sum()).backward()
     assert states.grad is not None
     return states.grad
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A tiny model is not faster on more, and much slower where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +151,7 @@ def test_sft_gradient_of_packed_rows(tmp_path: Path, renderer: TemplateRenderer)
     trainer.compute_loss(model, dict(inputs), num_items_in_batch=loss_mask.sum()).backward()
     assert violations(head_input.gradient, loss_mask) == []
     head = model.get_output_embeddings().weight.detach()
-    reference = reference_gradient(
-        head_input.states[0], head, inputs["input_ids"], loss_mask / loss_mask.sum()
-    )
+    reference = reference_gradient(head_input.states[0], head, inputs["input_ids"], loss_mask / loss_mask.sum())
     torch.testing.assert_close(head_input.gradient, reference, rtol=1e-4, atol=1e-7)
 
 

@@ -57,7 +57,12 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -
 
 
 def tool_conversation(
-    name: str, *, question: str = "how high?", tool_text: str = "12", answer: str = "It is 12.", first_train: bool = True
+    name: str,
+    *,
+    question: str = "how high?",
+    tool_text: str = "12",
+    answer: str = "It is 12.",
+    first_train: bool = True,
 ) -> Demonstration:
     """Two assistant turns: a call, and the answer."""
     call = ToolCall(call_id="call_0", name="lookup", arguments={"key": f"height of {name}"})
@@ -88,7 +93,12 @@ def save_conversations(path: Path, conversations: Sequence[Demonstration]) -> Pa
 
 
 def sampled_sample(
-    renderer: TemplateRenderer, name: str, *, tool_text: str = "12", finish: FinishReason = "stop", advantage: float = 1.0
+    renderer: TemplateRenderer,
+    name: str,
+    *,
+    tool_text: str = "12",
+    finish: FinishReason = "stop",
+    advantage: float = 1.0,
 ) -> TrainingSample:
     """A row of RL: a sampled call, its result, a sampled answer. `finish` is how the first turn ended."""
     conversation = tool_conversation(name, tool_text=tool_text)

@@ -98,13 +98,15 @@ def newest_model(folder: Path) -> Path | None:
     return None
 
 
-def load_views(path: Path, model: Path, *, limit: int) -> Loaded:
-    """Views of the first `limit` rows of a file.
+def load_views(path: Path, model: Path | None, *, limit: int) -> Loaded:
+    """Views of the first `limit` rows of a file; `model` None: the run folder's newest checkpoint.
 
     Raises:
-        ValueError: a row or the model folder cannot be read.
+        FileNotFoundError: there is no such file.
+        ValueError: a row or the model folder cannot be read, or there is none.
     """
     kind = file_kind(path)
+    model = model or find_model(path)
     vocabulary = Vocabulary.from_folder(model)
     if kind == "samples":
         rows = list(read_lines(path, SAMPLE))

@@ -1,0 +1,66 @@
+"""Bad input gives one clear line and exit code 2, before anything slow is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"TRANSFORMERS_VERBOSITY": "error"} | environment
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120, env=variables
+    )
+
+
+def error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a person reads."""
+    assert done.returncode == 2, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[-1].startswith("error: "), done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    return lines[-1]
+
+
+GRPO = ("scripts.run_grpo", "--config", "configs/grpo_quickstart.toml", "--wandb.mode", "disabled")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--grpo.num_tasks", "3"), "fewer than tasks_per_step"),
+        (("--grpo.max_micro_batch_tokens", "64"), "the longest trajectory would not fit"),
+        (("--model", "models/none"), "model models/none: no such folder"),
+    ],
+)
+def test_sizes_and_folders(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert says in error_line(run(*GRPO, "--output_dir", str(tmp_path / "run"), *arguments))
+
+
+def test_a_model_folder_without_a_chat_template(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree("models/embedded", folder)
+    (folder / "chat_template.jinja").unlink()
+    line = error_line(run(*GRPO, "--output_dir", str(tmp_path / "run"), "--model", str(folder)))
+    assert f"model {folder}: no chat template" in line
+
+
+def test_d16_no_docker_daemon(tmp_path: Path) -> None:
+    """Case D16: a daemon that is off is one line."""
+    arguments = ("--sandbox.backend", "docker", "--output", str(tmp_path / "d.jsonl"))
+    done = run(
+        "scripts.make_data", "--config", "configs/data_quickstart.toml", *arguments, DOCKER_HOST="unix:///tmp/none.sock"
+    )
+    assert "docker" in error_line(done).lower()
+    assert not (tmp_path / "d.jsonl").exists()
+
+
+def test_a_missing_demonstration_file(tmp_path: Path) -> None:
+    arguments = ("--sft.data", str(tmp_path / "none.jsonl"), "--output_dir", str(tmp_path / "run"))
+    done = run("scripts.run_sft", "--config", "configs/sft_quickstart.toml", "--model", "models/embedded", *arguments)
+    assert "none.jsonl" in error_line(done)

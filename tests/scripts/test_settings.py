@@ -1,0 +1,103 @@
+"""Configurations: every shipped file loads, the command line wins, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scripts.settings import (
+    DataSettings,
+    EvalSettings,
+    GrpoSettings,
+    RolloutSettings,
+    Settings,
+    SftSettings,
+    load_settings,
+    resolved,
+    save_resolved,
+)
+
+KINDS: dict[str, type[Settings]] = {
+    "data": DataSettings,
+    "eval": EvalSettings,
+    "grpo": GrpoSettings,
+    "sft": SftSettings,
+}
+CONFIGS = sorted(Path("configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    settings = load_settings(KINDS[path.name.split("_")[0]], ["--config", str(path)])
+    assert resolved(settings)
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "qwen3" in path.name], ids=lambda path: path.name)
+def test_the_gpu_configurations_set_every_key(path: Path) -> None:
+    def keys(values: dict[str, object], prefix: str = "") -> set[str]:
+        found: set[str] = set()
+        for key, value in values.items():
+            found |= keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+        return found
+
+    settings = load_settings(KINDS[path.name.split("_")[0]], ["--config", str(path)])
+    assert keys(tomllib.loads(path.read_text())) == keys(resolved(settings))
+
+
+def test_the_command_line_wins_over_the_file() -> None:
+    arguments = ["--config", "configs/grpo_quickstart.toml", "--optimizer.learning_rate", "1e-4", "--dry-run"]
+    settings = load_settings(GrpoSettings, arguments)
+    assert settings.optimizer.learning_rate == 1e-4
+    assert settings.dry_run
+    assert settings.grpo.num_generations == load_settings(GrpoSettings, arguments[:2]).grpo.num_generations
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "says"),
+    [
+        ("model = 'm'\noutput_dir = 'o'\n[grpo]\nmax_stepz = 3", [], "grpo.max_stepz: unknown key"),
+        ("model = 'm'", [], "output_dir: missing"),
+        ("model = 'm'\noutput_dir = 'o'", ["--grpo.num_generations", "1"], "grpo.num_generations: Input should be"),
+        ("model = 'm'\noutput_dir = 'o'\n[optimizer]\nlearning_rate = 'fast'", [], "optimizer.learning_rate"),
+        ("model = ", [], "Invalid value"),
+    ],
+)
+def test_a_wrong_key_is_named(tmp_path: Path, text: str, arguments: list[str], says: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"configuration .*c\.toml: ") as error:
+        load_settings(GrpoSettings, ["--config", str(path), *arguments])
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match=r"configuration none\.toml: no such file"):
+        load_settings(RolloutSettings, ["--config", "none.toml"])
+
+
+def test_an_unknown_option_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_settings(DataSettings, ["--config", "configs/data_quickstart.toml", "--env.nam", "x"])
+    assert stop.value.code == 2
+    assert "--env.nam" in capsys.readouterr().err
+
+
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in (*KINDS.values(), RolloutSettings):
+        with pytest.raises(SystemExit) as stop:
+            load_settings(kind, ["--help"])
+        assert stop.value.code == 0
+        assert "--config configs/" in capsys.readouterr().out
+
+
+def test_another_configuration_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    arguments = ["--config", "configs/grpo_quickstart.toml", "--output_dir", str(tmp_path)]
+    save_resolved(load_settings(GrpoSettings, [*arguments, "--grpo.max_steps", "9"]), tmp_path)
+    save_resolved(load_settings(GrpoSettings, arguments), tmp_path)  # no step was made yet: nothing is mixed up
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    save_resolved(load_settings(GrpoSettings, arguments), tmp_path)
+    with pytest.raises(ValueError, match=r"grpo\.max_steps was .*, now 7.*delete the folder"):
+        save_resolved(load_settings(GrpoSettings, [*arguments, "--grpo.max_steps", "7"]), tmp_path)

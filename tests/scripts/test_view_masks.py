@@ -1,0 +1,117 @@
+"""The command that shows loss masks: what it finds by itself, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.rows import write_samples
+from rollouts.record import write_trajectories
+from tests.train.mask_rows import HOSTILE, MODEL, pair, samples
+from train.report.sources import file_kind, find_model, load_views
+
+ROOT = MODEL.parents[1]
+
+
+def view_masks(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.view_masks", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    trajectories = pair(tool_text=HOSTILE)
+    write_trajectories(tmp_path / "trajectories" / "step-000004.jsonl", trajectories)
+    write_samples(tmp_path / "samples" / "step-000004.jsonl", samples(trajectories))
+    for step in (2, 4):
+        checkpoint = tmp_path / "checkpoints" / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        shutil.copy(MODEL / "tokenizer.json", checkpoint / "tokenizer.json")
+    return tmp_path
+
+
+@pytest.fixture
+def demonstrations(tmp_path: Path) -> Path:
+    call = {"type": "function", "id": "1", "function": {"name": "lookup", "arguments": '{"key": "age of Oslo"}'}}
+    messages = [
+        {"role": "user", "content": "How old is Oslo?"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "train": False},
+        {"role": "tool", "content": HOSTILE, "tool_call_id": "1"},
+        {"role": "assistant", "content": "The answer is 12."},
+    ]
+    path = tmp_path / "data" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    return path
+
+
+def test_packed_samples_in_the_terminal(run: Path) -> None:
+    done = view_masks(run / "samples" / "step-000004.jsonl", "--limit", "1")
+    assert done.returncode == 0, done.stderr
+    assert "«The answer is 14.⟦<|im_end|>⟧»" in done.stdout
+    assert "reward 1; ended by final answer" in done.stdout
+    assert "1 of 2 rows are shown" in done.stdout
+
+
+def test_a_page_of_trajectories(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "masks.html"
+    done = view_masks(run / "trajectories" / "step-000004.jsonl", "--html", page)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 rows" in done.stdout
+    assert "the mask is the one that the trainer would make" in page.read_text(encoding="utf-8")
+
+
+def test_demonstrations_of_a_warm_start(demonstrations: Path) -> None:
+    loaded = load_views(demonstrations, MODEL, limit=5)
+    assert loaded.kind == "demonstrations"
+    (view,) = loaded.views
+    trained = "".join(part.text for token in view.tokens if token.trained for part in token.text)
+    assert trained == "The answer is 12.<|im_end|>"
+    assert any("kept as context only" in token.why for token in view.tokens)
+
+
+def test_the_kind_of_a_file_is_told_by_content(run: Path, demonstrations: Path) -> None:
+    assert file_kind(run / "samples" / "step-000004.jsonl") == "samples"
+    assert file_kind(run / "trajectories" / "step-000004.jsonl") == "trajectories"
+    assert file_kind(demonstrations) == "demonstrations"
+
+
+def test_the_newest_checkpoint_is_found(run: Path) -> None:
+    assert find_model(run / "samples" / "step-000004.jsonl").name == "step-000004"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file"),
+        ("", "the file is empty"),
+        ("<html>\n", "not a JSONL file"),
+        ('{"step": 1}\n', "rows must be packed samples"),
+        ('{"loss_mask": [true]}\n', "line 1: trajectory_id: Field required"),
+    ],
+)
+def test_bad_input_is_one_line(run: Path, content: str | None, said: str) -> None:
+    path = run / "samples" / "broken.jsonl"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    done = view_masks(path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_a_run_folder_it_asks_for_the_model(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    alone = tmp_path_factory.mktemp("alone") / "a" / "b" / "c" / "dump.jsonl"
+    alone.parent.mkdir(parents=True)
+    shutil.copy(run / "samples" / "step-000004.jsonl", alone)
+    done = view_masks(alone)
+    assert done.returncode == 2
+    assert "--model FOLDER" in done.stderr
+    assert view_masks(alone, "--model", MODEL).returncode == 0
+    assert "no tokenizer.json" in view_masks(alone, "--model", run).stderr

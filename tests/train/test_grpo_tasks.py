@@ -1,0 +1,98 @@
+"""Which tasks a step gets, and sizes that could not train are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from envs.types import Task
+from tests.data.test_types import no_clock
+from train.config import GrpoConfig
+from train.grpo import check_sizes, step_tasks
+
+
+def make_tasks(count: int) -> list[Task]:
+    return [Task(task_id=str(index), prompt="?") for index in range(count)]
+
+
+def ids(count: int, step: int, per_step: int, seed: int) -> list[str]:
+    return [task.task_id for task in step_tasks(make_tasks(count), step, per_step, seed)]
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int]:
+    count = draw(st.integers(1, 30))
+    return count, draw(st.integers(1, count))
+
+
+@no_clock
+@given(size=sizes(), epoch=st.integers(0, 3), seed=st.integers(0, 5))
+def test_each_epoch_takes_each_task_at_most_once(size: tuple[int, int], epoch: int, seed: int) -> None:
+    """All of them where the step size divides their number."""
+    count, per_step = size
+    steps = count // per_step
+    taken = Counter(i for s in range(steps) for i in ids(count, epoch * steps + s + 1, per_step, seed))
+    assert taken.total() == steps * per_step
+    assert set(taken.values()) == {1}
+    if count % per_step == 0:
+        assert taken.keys() == {str(index) for index in range(count)}
+
+
+@no_clock
+@given(size=sizes(), step=st.integers(1, 50), seed=st.integers(0, 5))
+def test_a_run_that_continues_sees_what_it_would_have_seen_c13(size: tuple[int, int], step: int, seed: int) -> None:
+    """A step's tasks depend on nothing that came before it."""
+    count, per_step = size
+    assert ids(count, step, per_step, seed) == ids(count, step, per_step, seed)
+    assert len(ids(count, step, per_step, seed)) == per_step
+
+
+def test_six_steps_are_three_and_three_c13() -> None:
+    whole = [ids(8, step, 2, 0) for step in range(1, 7)]
+    resumed = [ids(8, step, 2, 0) for step in (1, 2, 3)] + [ids(8, step, 2, 0) for step in (4, 5, 6)]
+    assert whole == resumed
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    first, second = ([i for s in range(1, 11) for i in ids(20, 10 * epoch + s, 2, 0)] for epoch in (0, 1))
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert first != [i for s in range(1, 11) for i in ids(20, s, 2, 1)]
+
+
+def test_sizes_that_fit_pass() -> None:
+    check_sizes(GrpoConfig(tasks_per_step=4, max_micro_batch_tokens=512), make_tasks(4), max_context_tokens=512)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_too_few_tasks_are_one_clear_error_c18(count: int) -> None:
+    message = (
+        f"^the task set has {count} tasks, fewer than tasks_per_step = 8; "
+        r"lower grpo\.tasks_per_step or raise grpo\.num_tasks$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_sizes(GrpoConfig(tasks_per_step=8), make_tasks(count), max_context_tokens=16)
+
+
+def test_a_micro_batch_smaller_than_a_trajectory_is_one_clear_error_c18() -> None:
+    message = (
+        r"^grpo\.max_micro_batch_tokens = 256 is smaller than rollout\.engine\.max_context_tokens = 1024: "
+        "the longest trajectory would not fit$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_sizes(GrpoConfig(max_micro_batch_tokens=256), make_tasks(8), max_context_tokens=1024)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_generations": 1}, {"tasks_per_step": 0}, {"max_steps": 0}, {"num_tasks": 0}, {"epsilon": 0.0}],
+    ids=lambda change: next(iter(change)),
+)
+def test_numbers_that_cannot_train_are_refused_by_name_c18(change: dict[str, float]) -> None:
+    """A group of one has no baseline; a run of no steps would be a success that did nothing."""
+    with pytest.raises(ValidationError, match=next(iter(change))):
+        GrpoConfig.model_validate(change)

@@ -1,0 +1,349 @@
+"""The loss: numbers by hand on both sides of the clip, normalisers that count trained tokens only, and a gradient that
+no way of packing, padding or splitting changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from data.collator import MicroBatch, pack
+from data.rows import SampleBuilder
+from data.types import Excluded, Segment, Source, TokenStream, TrainingSample
+from envs.types import Task
+from rollouts.samples import group_samples
+from rollouts.summary import summarise
+from rollouts.types import StopReason, Trajectory, TrajectoryGroup
+from tests.data.test_types import no_clock
+from tests.random_samples import random_samples, tiny_model
+from train.advantages import group_advantages
+from train.config import GrpoConfig, OptimizerConfig
+from train.grpo import samples_and_metrics
+from train.learner import Learner
+from train.loss import LossType, grpo_loss, sample_weights
+from train.model import score
+
+LOSS_TYPES: list[LossType] = ["grpo", "dapo"]
+TEMPERATURE = 0.7
+
+
+# The clip.
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "has_gradient"),
+    [
+        (1.0, 2.0, -2.0, True),
+        (1.5, 1.0, -1.28, False),  # already more likely than the clip allows
+        (0.5, 1.0, -0.5, True),
+        (1.5, -1.0, 1.5, True),
+        (0.5, -1.0, 0.8, False),  # already less likely than the clip allows
+        (1.25, 1.0, -1.25, True),  # between 1 + epsilon and 1 + epsilon_high
+        (3.0, 0.0, 0.0, True),
+    ],
+)
+def test_the_clip_by_hand(ratio: float, advantage: float, loss: float, has_gradient: bool) -> None:
+    logprobs = torch.tensor([-1.0 + torch.log(torch.tensor(ratio)).item()], requires_grad=True)
+    terms = grpo_loss(
+        logprobs,
+        torch.tensor([-1.0]),
+        torch.tensor([advantage]),
+        torch.tensor([3.0]),
+        epsilon=0.2,
+        epsilon_high=0.28,
+    )
+    assert terms.loss.item() == pytest.approx(3.0 * loss, rel=1e-6, abs=1e-6)
+    assert terms.clipped == (0 if has_gradient else 1)
+    terms.loss.backward()
+    assert logprobs.grad is not None
+    expected = -3.0 * ratio * advantage if has_gradient else 0.0
+    assert logprobs.grad.item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert terms.logprob_gap_sum == terms.logprob_gap_max == pytest.approx(abs(torch.log(torch.tensor(ratio)).item()))
+
+
+numbers = st.floats(-3, 3, width=32)
+
+
+@no_clock
+@given(
+    tokens=st.lists(st.tuples(st.floats(-3, 0, width=32), st.floats(-3, 0, width=32), numbers, numbers), max_size=6),
+    low=st.floats(0.05, 0.5),
+    high=st.floats(0.05, 1.0),
+)
+def test_the_loss_is_a_plain_weighted_sum(tokens: list[tuple[float, ...]], low: float, high: float) -> None:
+    def columns(rows: Sequence[tuple[float, ...]]) -> list[Tensor]:
+        return [torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in range(4)]
+
+    whole = grpo_loss(*columns(tokens), epsilon=low, epsilon_high=high)
+    parts = [grpo_loss(*columns([token]), epsilon=low, epsilon_high=high) for token in tokens]
+    assert whole.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), abs=1e-9)
+    assert whole.clipped == sum(part.clipped for part in parts)
+    assert whole.logprob_gap_max == max((part.logprob_gap_max for part in parts), default=0.0)
+    for (current, sampled, advantage, weight), part in zip(tokens, parts, strict=True):
+        ratio = torch.tensor(current - sampled, dtype=torch.float64).exp().item()
+        surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+        assert part.loss.item() == pytest.approx(-weight * surrogate, abs=1e-9)
+
+
+# The normalisers.
+
+
+def make_sample(
+    name: str, sampled: int, observed: int = 1, *, advantage: float = 1.0, excluded: Excluded | None = None
+) -> TrainingSample:
+    builder = SampleBuilder(name)
+    builder.add_context(Segment(source=Source.PROMPT, token_ids=(9, 10)))
+    ids = tuple(11 + index % 50 for index in range(sampled))
+    segment = Segment(
+        source=Source.MODEL,
+        token_ids=ids,
+        completion_id=f"{name}/0",
+        logprobs=(-1.0,) * sampled,
+        policy_version=(0,) * sampled,
+    )
+    builder.add_sampled(segment, advantage=advantage, excluded=excluded)
+    builder.add_context(Segment(source=Source.TOOL, token_ids=(12,) * observed))
+    return builder.build()
+
+
+def test_weights_by_hand() -> None:
+    samples = [make_sample("a", 2), make_sample("b", 3), make_sample("c", 4, excluded=Excluded.DEAD_GROUP)]
+    assert sample_weights(samples, "dapo") == [1 / 5, 1 / 5, 0.0]
+    assert sample_weights(samples, "grpo") == [1 / (2 * 2), 1 / (2 * 3), 0.0]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_tool_tokens_are_in_no_normaliser_c19(loss_type: LossType) -> None:
+    short = [make_sample("a", 10, 1, advantage=-1.0), make_sample("b", 1000, 1, advantage=-1.0)]
+    long = [make_sample("a", 10, 5000, advantage=-1.0), make_sample("b", 1000, 5000, advantage=-1.0)]
+    weights = sample_weights(long, loss_type)
+    assert weights == sample_weights(short, loss_type)
+    # Documented: "dapo" gives every trained token the same weight, "grpo" every trajectory.
+    assert weights == ([1 / 1010, 1 / 1010] if loss_type == "dapo" else [1 / 20, 1 / 2000])
+
+
+def make_group(rewards: Sequence[float | None], stops: Sequence[StopReason], observed: int = 2) -> TrajectoryGroup:
+    trajectories = []
+    for index, (reward, stop) in enumerate(zip(rewards, stops, strict=True)):
+        sampled = 3 + index
+        stream = TokenStream()
+        stream.append(Segment(source=Source.PROMPT, token_ids=(9, 10)))
+        stream.append(
+            Segment(
+                source=Source.MODEL,
+                token_ids=(11 + index,) * sampled,
+                completion_id=f"g/{index}/0",
+                logprobs=(-1.0,) * sampled,
+                policy_version=(0,) * sampled,
+            )
+        )
+        stream.append(Segment(source=Source.TOOL, token_ids=(12,) * observed))
+        trajectories.append(
+            Trajectory(
+                trajectory_id=f"g/{index}",
+                task_id="t",
+                group_id="g",
+                sibling_index=index,
+                streams=(stream,),
+                turns=(),
+                stop_reason=stop,
+                reward=reward,
+            )
+        )
+    return TrajectoryGroup(group_id="g", task=Task(task_id="t", prompt="?"), trajectories=tuple(trajectories))
+
+
+def test_tool_tokens_are_in_no_mean_length_c19() -> None:
+    stops = [StopReason.FINAL_ANSWER] * 2
+    short, long = (summarise(make_group([1.0, 0.0], stops, n).trajectories) for n in (1, 5000))
+    assert short["length/mean"] == long["length/mean"] == (3 + 4) / 2
+
+
+def make_learner(
+    model: Any, loss_type: LossType = "dapo", max_micro_batch_tokens: int = 4096, **options: Any
+) -> Learner:
+    return Learner(
+        model,
+        Accelerator(cpu=True),
+        config=GrpoConfig(loss_type=loss_type, max_micro_batch_tokens=max_micro_batch_tokens, **options),
+        optimizer=OptimizerConfig(),
+        temperature=TEMPERATURE,
+        pad_token_id=1,
+    )
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_step_without_a_trained_token_is_no_batch_c01(loss_type: LossType) -> None:
+    """Every trajectory cut: nothing is packed, so there is no denominator to be zero."""
+    group = make_group([1.0, 0.0, 1.0], [StopReason.TOKEN_BUDGET] * 3)
+    advantages = group_advantages([1.0, 0.0, 1.0], scale_rewards=True)
+    samples = group_samples(group, advantages, mask_truncated=True)
+    assert {reason for sample in samples for reason in sample.excluded} == {None, Excluded.TRUNCATED}
+    assert make_learner(tiny_model(), loss_type).pack(samples) == []
+    assert make_learner(tiny_model(), loss_type).pack([]) == []
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_samples_without_a_trained_token_change_nothing_c01(loss_type: LossType) -> None:
+    good = on_policy_samples()
+    masked = [make_sample("masked", 20, excluded=Excluded.TRUNCATED)]
+    assert_same(gradient_of(good, loss_type), gradient_of([*masked, *good, *masked], loss_type))
+
+
+def test_a_cut_trajectory_is_in_no_count_a29() -> None:
+    """A group of four, one cut by a limit of ours: neither trained-token count nor normaliser know it."""
+    stops = [StopReason.FINAL_ANSWER] * 3 + [StopReason.MAX_TURNS]
+    group = make_group([1.0, 0.0, 1.0, 0.0], stops)
+    samples, metrics = samples_and_metrics([group], GrpoConfig(mask_truncated_completions=True))
+    assert [sum(sample.loss_mask) for sample in samples] == [3, 4, 5, 0]
+    assert metrics["tokens/trained"] == 3 + 4 + 5
+    assert metrics["tokens/excluded/truncated"] == 6
+    assert sample_weights(samples, "dapo") == [1 / 12, 1 / 12, 1 / 12, 0.0]
+    assert sample_weights(samples, "grpo") == [1 / (3 * 3), 1 / (3 * 4), 1 / (3 * 5), 0.0]
+    (batch,) = make_learner(tiny_model()).pack(samples)
+    assert {placement.sample.trajectory_id for placement in batch.placements} == {"g/0", "g/1", "g/2"}
+    assert batch.loss_weights.sum().item() == pytest.approx(1.0)
+
+
+@no_clock
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), loss_type=st.sampled_from(LOSS_TYPES))
+def test_the_weights_of_a_step_sum_to_one(lengths: list[int], loss_type: LossType) -> None:
+    samples = [
+        make_sample(str(index), max(n, 1), excluded=None if n else Excluded.STALE) for index, n in enumerate(lengths)
+    ]
+    weights = sample_weights(samples, loss_type)
+    total = sum(weight * sum(sample.loss_mask) for weight, sample in zip(weights, samples, strict=True))
+    assert total == pytest.approx(1.0 if any(lengths) else 0.0)
+
+
+# The gradient.
+
+
+@cache
+def on_policy_samples() -> tuple[TrainingSample, ...]:
+    """Samples near the policy, some tokens inside the clip and some outside, with both signs of advantages."""
+    model = tiny_model().eval()
+    rng = random.Random(0)
+    samples = []
+    for sample in random_samples(7, advantages=[1.0, -1.0, 0.5, 0.0, 2.0, -0.5, 1.0]):
+        logprobs = [0.0, *(value + rng.uniform(-0.5, 0.5) for value in score(model, list(sample.token_ids)))]
+        kept = [value if trained else 0.0 for value, trained in zip(logprobs, sample.loss_mask, strict=True)]
+        samples.append(replace(sample, sampled_logprobs=tuple(kept)))
+    return tuple(samples)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def gradient_of(
+    samples: Sequence[TrainingSample], loss_type: LossType, max_micro_batch_tokens: int = 4096, **options: Any
+) -> dict[str, Tensor]:
+    learner = make_learner(tiny_model(), loss_type, max_micro_batch_tokens, **options)
+    learner.gradient(learner.pack(samples))
+    return gradients(learner.model)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert max(gradient.abs().max().item() for gradient in expected.values()) > 1e-2, "nothing is compared"
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@cache
+def reference(loss_type: LossType) -> dict[str, Tensor]:
+    """One forward over full logits for each sample alone, the formula written out, and one sum."""
+    model = tiny_model()
+    samples = on_policy_samples()
+    trained = [sum(sample.loss_mask) for sample in samples]
+    loss = torch.zeros(())
+    for sample, n in zip(samples, trained, strict=True):
+        ids = torch.tensor([sample.token_ids])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / TEMPERATURE
+        logprobs = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
+        mask = torch.tensor(sample.loss_mask[1:])
+        ratio = torch.exp(logprobs - torch.tensor(sample.sampled_logprobs[1:]))
+        advantages = torch.tensor(sample.advantages[1:])
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+        weight = 1 / sum(trained) if loss_type == "dapo" else 1 / (len(samples) * n)
+        loss = loss - weight * surrogate[mask].sum()
+    loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("max_micro_batch_tokens", [64, 100, 257, 4096])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_no_split_or_option_changes_the_gradient_a28(
+    loss_type: LossType, max_micro_batch_tokens: int, gradient_checkpointing: bool
+) -> None:
+    """It is that of full logits over each sample alone, in which tool positions have no gradient."""
+    found = gradient_of(
+        on_policy_samples(), loss_type, max_micro_batch_tokens, gradient_checkpointing=gradient_checkpointing
+    )
+    assert_same(found, reference(loss_type))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_neither_order_nor_packing_nor_padding_changes_the_gradient(loss_type: LossType) -> None:
+    samples = on_policy_samples()
+    learner = make_learner(tiny_model(), loss_type)
+    weights = sample_weights(samples, loss_type)
+
+    def packed(order: Sequence[int], max_tokens: int, pad_token_id: int) -> list[MicroBatch]:
+        return pack(
+            [samples[i] for i in order], [weights[i] for i in order], max_tokens=max_tokens, pad_token_id=pad_token_id
+        )
+
+    numbers = range(len(samples))
+    one_by_one = [batch for i in numbers for batch in packed([i], 4096, 1)]
+    assert len(one_by_one) == len(samples)
+    for batches in (one_by_one, packed(numbers[::-1], 4096, 1), packed(numbers, 200, 5), packed(numbers, 4096, 96)):
+        learner.gradient(batches)
+        assert_same(gradients(learner.model), reference(loss_type))
+
+
+def test_the_metrics_of_a_step_do_not_depend_on_the_split() -> None:
+    rows = []
+    for max_tokens in (64, 4096):
+        learner = make_learner(tiny_model(), "dapo", max_tokens)
+        rows.append(learner.gradient(learner.pack(on_policy_samples())))
+    assert rows[0] == pytest.approx(rows[1], rel=1e-5)
+    assert 0 < rows[0]["clip_ratio"] < 1
+    assert 0 < rows[0]["logprob_gap/max"] <= 0.5 + 1.5, "temperature and noise"
+
+
+def test_the_gradient_test_sees_a_mask_shifted_by_one() -> None:
+    shifted = [replace(s, loss_mask=(False, *s.loss_mask[:-1])) for s in on_policy_samples()]
+    with pytest.raises(AssertionError):
+        assert_same(gradient_of(shifted, "dapo"), reference("dapo"))
+
+
+def test_an_update_follows_the_gradient_and_is_deterministic() -> None:
+    def weights_after() -> list[Tensor]:
+        learner = make_learner(tiny_model())
+        metrics = learner.update(learner.pack(on_policy_samples()))
+        assert metrics["grad_norm"] > 0
+        return [parameter.detach().clone() for parameter in learner.model.parameters()]
+
+    first, second = weights_after(), weights_after()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(first, tiny_model().parameters(), strict=True))
+
+
+def test_an_infinite_gradient_updates_nothing() -> None:
+    learner = make_learner(tiny_model())
+    huge = [replace(s, advantages=tuple(a * 1e38 for a in s.advantages)) for s in on_policy_samples()]
+    with pytest.raises(ValueError, match="the gradient norm is .*; nothing was updated"):
+        learner.update(learner.pack(huge))
+    assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), tiny_model().parameters(), strict=True))
