@@ -106,10 +106,9 @@ class TemplateRenderer:
         ]
 
     def turn_ids(self, message: Message) -> tuple[int, ...]:
-        pieces = [message.content, *format_calls(message.tool_calls)]
-        if message.content and message.tool_calls:
-            pieces.insert(1, "\n")
-        marked = self._encode((piece, piece not in (OPEN, CLOSE) or index == 0) for index, piece in enumerate(pieces))
+        pieces = [(piece, piece not in (OPEN, CLOSE)) for piece in format_calls(message.tool_calls)]
+        separator = "\n" if message.content and pieces else ""
+        marked = self._encode([(message.content + separator, True), *pieces])
         return (*(token for token, _ in marked), self.stop_token_ids[0])
 
     def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
@@ -125,8 +124,8 @@ class TemplateRenderer:
     def _encode(self, pieces: Iterable[tuple[str, bool]]) -> list[tuple[int, bool]]:
         """The ids of (text, is it content) pieces, each with whether it holds content.
 
-        Control tokens come from the template's pieces alone, by id. What stands between two of them is encoded in one go,
-        as in the native rendering: many tokenizers have a token for a full stop and the line break after it.
+        Control tokens come from the template's pieces alone, by id. What stands between two of them is encoded in one
+        go, as in the native rendering: many tokenizers have a token for a full stop and the line break after it.
         """
         marked: list[tuple[int, bool]] = []
         run: list[tuple[str, bool]] = []

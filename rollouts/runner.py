@@ -50,8 +50,9 @@ class Runner:
         try:
             async with await self._start_sandbox(task) as sandbox:
                 session = self.env.session(task, sandbox)
+                clock = asyncio.timeout(self.limits.wall_clock_s)
                 try:
-                    async with asyncio.timeout(self.limits.wall_clock_s) as clock:
+                    async with clock:
                         stop_reason = await self._converse(progress, session)
                 except TimeoutError:
                     if not clock.expired():  # somebody else's time-out: a failure like any other

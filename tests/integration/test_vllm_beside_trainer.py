@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,5 +28,14 @@ def test_a_step_is_trained_beside_an_engine(processes: int, order: str, tmp_path
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", str(processes)]
     worker = ["-m", "tests.integration.vllm_beside_trainer", str(folder), order]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *worker], capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    log = tmp_path / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*launch, *worker], stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=300)
+        finally:
+            with suppress(ProcessLookupError):  # whoever of the launched processes is left
+                os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, log.read_text()[-3000:]

@@ -59,6 +59,9 @@ async def main(folder: Path, order: str) -> None:
         await engine.load_weights(weights.state_dict(), 1)
         await check_weights(engine, lambda ids: score_tokens(weights, ids), [some_prompt(9)], 1e-3)
         await engine.close()
+    # DDP holds the process group. Freed after everything else, it would join a gloo thread with the interpreter's lock
+    # held, while that thread may wait for the lock: seen as a process that never ends.
+    model, optimizer = accelerator.free_memory(model, optimizer)
     total = accelerator.reduce(torch.ones(1))
     assert total.item() == accelerator.num_processes
     accelerator.end_training()

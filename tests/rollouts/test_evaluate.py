@@ -95,7 +95,7 @@ def test_partial_rewards_are_no_success() -> None:
 
 
 def test_nothing_graded_is_an_error_with_its_cause() -> None:
-    with pytest.raises(ValueError, match="^no attempt could be graded: OSError: no space left$"):
+    with pytest.raises(ValueError, match=r"^no attempt could be graded: OSError: no space left$"):
         summarise_groups([make_group("a", [None], error="Traceback …\nOSError: no space left\n")], attempts=1)
 
 

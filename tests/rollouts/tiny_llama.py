@@ -12,7 +12,8 @@ VOCAB_SIZE = 600
 MAX_CONTEXT = 384
 
 
-def make_llama(seed: int) -> LlamaForCausalLM:
+def make_llama(seed: int, *, head_dim: int = 32) -> LlamaForCausalLM:
+    """vLLM's CPU attention takes a `head_dim` of 32, 64, 80, ..."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -21,7 +22,7 @@ def make_llama(seed: int) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # vLLM's CPU attention takes 32, 64, 80, ...
+        head_dim=head_dim,
         max_position_embeddings=MAX_CONTEXT,
         tie_word_embeddings=True,
         initializer_range=0.15,  # so that distributions are not flat
@@ -29,8 +30,8 @@ def make_llama(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def save_llama(folder: Path, seed: int) -> Path:
-    make_llama(seed).save_pretrained(folder)
+def save_llama(folder: Path, seed: int, *, head_dim: int = 32) -> Path:
+    make_llama(seed, head_dim=head_dim).save_pretrained(folder)
     return folder
 
 

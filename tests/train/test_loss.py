@@ -4,7 +4,7 @@ no way of packing, padding or splitting changes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -34,6 +34,15 @@ from train.model import score
 
 LOSS_TYPES: list[LossType] = ["grpo", "dapo"]
 TEMPERATURE = 0.7
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The model is so small that threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # The clip.
@@ -282,8 +291,9 @@ def reference(loss_type: LossType) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("max_micro_batch_tokens", [64, 100, 257, 4096])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("max_micro_batch_tokens", "gradient_checkpointing"), [(64, False), (100, False), (257, True), (4096, False)]
+)
 def test_no_split_or_option_changes_the_gradient_a28(
     loss_type: LossType, max_micro_batch_tokens: int, gradient_checkpointing: bool
 ) -> None:
@@ -320,7 +330,7 @@ def test_the_metrics_of_a_step_do_not_depend_on_the_split() -> None:
         rows.append(learner.gradient(learner.pack(on_policy_samples())))
     assert rows[0] == pytest.approx(rows[1], rel=1e-5)
     assert 0 < rows[0]["clip_ratio"] < 1
-    assert 0 < rows[0]["logprob_gap/max"] <= 0.5 + 1.5, "temperature and noise"
+    assert rows[0]["logprob_gap/max"] > rows[0]["logprob_gap/mean"] > 0
 
 
 def test_the_gradient_test_sees_a_mask_shifted_by_one() -> None:
@@ -344,6 +354,6 @@ def test_an_update_follows_the_gradient_and_is_deterministic() -> None:
 def test_an_infinite_gradient_updates_nothing() -> None:
     learner = make_learner(tiny_model())
     huge = [replace(s, advantages=tuple(a * 1e38 for a in s.advantages)) for s in on_policy_samples()]
-    with pytest.raises(ValueError, match="the gradient norm is .*; nothing was updated"):
+    with pytest.raises(ValueError, match=r"the gradient norm is .*; nothing was updated"):
         learner.update(learner.pack(huge))
     assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), tiny_model().parameters(), strict=True))

@@ -200,7 +200,8 @@ def launch(home: Path, *, kill_at: int) -> int:
     # With --cpu, accelerate launches one process whatever --num_processes says; this form launches as many as asked.
     command = [
         sys.executable, "-m", "accelerate.commands.launch",
-        "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+        "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "--main_process_port", "0",
         "-m", "tests.train.sft_child", str(home), str(kill_at),
     ]  # fmt: skip
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -172,7 +172,7 @@ def evaluation_figure(evaluations: Sequence[EvaluationFile]) -> ReportFigure | N
         title="Success by stage",
         numbers="",
         explanation=explanation,
-        picture=picture(lambda axes, theme: draw_bars(axes, theme, names, bars), alt=alt, width=8.0, height=3.0),
+        picture=picture(lambda axes: draw_bars(axes, names, bars), alt=alt, width=8.0, height=3.0),
     )
 
 
@@ -213,7 +213,7 @@ def _curve(runs: Sequence[tuple[str, Sequence[Row]]], curve: Curve) -> ReportFig
         numbers=numbers,
         explanation=curve.explanation,
         picture=picture(
-            lambda axes, theme: draw_lines(axes, theme, lines, smooth=curve.smooth, log=curve.log, percent=percent),
+            lambda axes: draw_lines(axes, lines, smooth=curve.smooth, log=curve.log, percent=percent),
             alt=f"{curve.title}: {numbers}",
         ),
     )
@@ -250,7 +250,7 @@ def _stack(stack: Stack, rows: Sequence[Row]) -> ReportFigure | None:
         numbers=numbers,
         explanation=stack.explanation,
         picture=picture(
-            lambda axes, theme: draw_stack(axes, theme, steps, parts, percent=stack.percent),
+            lambda axes: draw_stack(axes, steps, parts, percent=stack.percent),
             alt=f"{stack.title}: {numbers}",
         ),
     )
