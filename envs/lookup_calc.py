@@ -1,7 +1,8 @@
 """The agent of the textbooks: facts are looked up in a table, numbers are calculated, the answer is one number.
 
 Each task has a table of its own with random values, so an answer can only come from the tools. Tasks need one to
-three calls and come from templates; the held-out split uses cities that the training split never names.
+three calls and come from templates. The held-out split uses real cities that the training split never names; most of
+the training split's cities are made up, so a policy must learn to copy names and cannot learn them by heart.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ CITIES: Mapping[Split, tuple[str, ...]] = {
     ),
 }
 
+# Training cities: this share is made up of two or three syllables, the rest is in the list.
+MADE_UP_SHARE = 0.8
+ONSETS = "b c d f g h j k l m n p r s t v w z br ch cr dr fl gr kr pl pr sh st tr th".split()
+VOWELS = "a e i o u y ai au ea ie oo ou".split()
+CODAS = ("", "", "", *"d g k l m n n r r s t ck ll nd ng nn rt ss".split())
+
 # (question, plan): each step of a plan is a tool and its argument; {a} and {b} are the facts asked for, {n} is a
 # number in the question, and {0}, {1} are the results of earlier steps.
 TEMPLATES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -104,7 +111,7 @@ class LookupCalc:
 
     def _task(self, task_id: str, split: Split, rng: random.Random) -> Task:
         question, plan = rng.choice(self._templates)
-        keys = [f"{attribute} of {city}" for city in rng.sample(CITIES[split], 3) for attribute in ATTRIBUTES]
+        keys = [f"{attribute} of {city}" for city in _cities(split, rng) for attribute in ATTRIBUTES]
         a, b, *others = rng.sample(keys, 5)
         values = {key: rng.randint(2, 99) for key in (a, b, *others)}
         words = {"a": a, "b": b, "n": str(rng.randint(2, 99)), "m": str(rng.randint(2, 99))}
@@ -169,6 +176,21 @@ class LookupCalcSession:
         said = last_number(last.content) if last.role == "assistant" and not last.tool_calls else None
         right = said is not None and abs(said - self._task.hidden["answer"]) < 1e-6
         return {"success": 1.0 if right else 0.0}
+
+
+def _cities(split: Split, rng: random.Random) -> list[str]:
+    """Three different cities."""
+    cities: dict[str, None] = {}
+    while len(cities) < 3:
+        made_up = split == "train" and rng.random() < MADE_UP_SHARE
+        cities[_made_up_city(rng) if made_up else rng.choice(CITIES[split])] = None
+    return list(cities)
+
+
+def _made_up_city(rng: random.Random) -> str:
+    name = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice((2, 2, 3))))
+    name = name.capitalize()
+    return f"{name}a" if name in CITIES["heldout"] else name
 
 
 def last_number(text: str) -> float | None:

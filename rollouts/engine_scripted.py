@@ -13,9 +13,7 @@ from rollouts.engine_checks import check_prompt, check_scored
 if TYPE_CHECKING:
     from torch import Tensor
 
-Script = (
-    Callable[[Sequence[int]], Sequence[int]] | Mapping[tuple[int, ...], Sequence[int]] | Sequence[Sequence[int]]
-)
+Script = Callable[[Sequence[int]], Sequence[int]] | Mapping[tuple[int, ...], Sequence[int]] | Sequence[Sequence[int]]
 """Prompt ids to answer ids: a function, a table, or the answers in the order of the calls."""
 
 
@@ -66,9 +64,7 @@ class ScriptedEngine:
         Raises:
             ValueError: also when the answer neither holds a stop id nor fills `max_tokens`; no engine ends so.
         """
-        check_prompt(
-            prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._vocab_size
-        )
+        check_prompt(prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._vocab_size)
         call, version = len(self.prompts), self.policy_version
         self.prompts.append(tuple(prompt_ids))
         answer, finish_reason = _cut(self._answer(call, tuple(prompt_ids)), params)

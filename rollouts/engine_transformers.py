@@ -101,9 +101,7 @@ class TransformersEngine:
         """
         import torch
 
-        check_prompt(
-            prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size
-        )
+        check_prompt(prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size)
         seed = secrets.randbits(48) if params.seed is None else params.seed % (1 << 63)
         request = _Request(
             completion_id=completion_id,

@@ -110,9 +110,7 @@ class VllmEngine:
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See `Engine.generate`. Cancelling it takes the request out of the batch."""
-        check_prompt(
-            prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size
-        )
+        check_prompt(prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size)
         return await self._request(prompt_ids, _sampling(params), lambda output: self._read(completion_id, output))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -141,9 +139,7 @@ class VllmEngine:
         self._llm.engine_core.shutdown()
         self._llm = None
 
-    async def _request(
-        self, prompt_ids: Sequence[int], params: VllmParams, read: Callable[[RequestOutput], T]
-    ) -> T:
+    async def _request(self, prompt_ids: Sequence[int], params: VllmParams, read: Callable[[RequestOutput], T]) -> T:
         request_id = str(next(self._numbers))
         future: Future[T] = Future()
         self._thread.post(lambda: self._add(request_id, list(prompt_ids), params, _Pending(future, read)))

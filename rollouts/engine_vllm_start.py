@@ -105,6 +105,8 @@ def _variables(options: VllmOptions, isolated: bool) -> dict[str, str]:
     }
     if not options.verbose:
         variables["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+    if isolated and not options.verbose:
+        variables["PYTHONWARNINGS"] = "ignore"
     if isolated and options.cpu_threads is not None:
         variables["OMP_NUM_THREADS"] = str(options.cpu_threads)
     return variables
@@ -174,7 +176,23 @@ def _build(model_path: Path, max_context_tokens: int, options: VllmOptions, isol
         worker_extension_cls="rollouts.engine_vllm_worker.PolicyWeights",
         seed=0,
     )
-    return LLMEngine.from_engine_args(arguments, enable_multiprocessing=isolated)
+    llm = LLMEngine.from_engine_args(arguments, enable_multiprocessing=isolated)
+    try:
+        _sample_one_token(llm)
+    except BaseException:
+        llm.engine_core.shutdown()
+        raise
+    return llm
+
+
+def _sample_one_token(llm: LLMEngine) -> None:
+    """vLLM starts happily with a model that its kernels refuse; it shall not break in the middle of a rollout."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    llm.add_request("first", tokens_input([0]), SamplingParams(max_tokens=1, temperature=0, detokenize=False))
+    while llm.has_unfinished_requests():
+        llm.step()
 
 
 def _eager_sampler(isolated: bool) -> None:

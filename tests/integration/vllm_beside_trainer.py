@@ -1,4 +1,4 @@
-"""A trainer of one or more processes and a vLLM engine on its first: `python -m ... MODEL ORDER`, ORDER who starts first.
+"""A trainer of one or more processes, and a vLLM engine on the first: `python -m ... MODEL ORDER` (who starts first).
 
 Trains one step on the engine's samples, hands the new weights over, checks them, closes the engine, and uses the
 trainer's process group once more. Any failure is an exit code.

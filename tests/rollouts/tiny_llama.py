@@ -1,4 +1,4 @@
-"""A random Llama of 0.4 million parameters that vLLM can load too, and what it says about a sequence, in plain torch."""
+"""A random Llama of 0.4 million parameters that vLLM can load, and what it says of a sequence, in plain torch."""
 
 from __future__ import annotations
 

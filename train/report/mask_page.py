@@ -8,7 +8,7 @@ from typing import Any
 
 from data.types import Source
 from train.report.layout import Limits, arrange
-from train.report.masks import EXCLUDED_WORDS, KIND_WORDS, SOURCE_WORDS, MaskTotals, MaskView, totals
+from train.report.masks import EXCLUDED_WORDS, KIND_WORDS, SOURCE_WORDS, Kind, MaskTotals, MaskView, totals
 from train.report.page import render_page
 
 # A browser draws about this much at once; what lies beyond is counted on the page.
@@ -44,7 +44,7 @@ def mask_values(views: Sequence[MaskView], limits: Limits = PAGE_LIMITS) -> dict
     """What the mask templates need, also where they are a part of another page."""
     conversations, no_room = arrange(views, limits)
     total = totals(views)
-    kinds = list(dict.fromkeys(view.kind for view in views))
+    kinds: list[Kind] = list(dict.fromkeys(view.kind for view in views))
     return {
         "conversations": [(one, totals([one.view])) for one in conversations],
         "no_room": no_room,

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -181,7 +182,7 @@ def thinned(values: Sequence[float], most: int = 400) -> list[float]:
 
 
 def _svg(draw: Callable[[Axes], None], width: float, height: float) -> str:
-    style = {
+    style: dict[Any, Any] = {
         "svg.hashsalt": "agentgrad",  # the same numbers give the same bytes
         "font.family": "DejaVu Sans",
         "font.size": 9,

@@ -15,7 +15,7 @@ from rich.text import Text
 from data.types import Source
 from train.report.layout import Block, Limits, Piece, Run, arrange
 from train.report.mask_page import excluded_words
-from train.report.masks import KIND_WORDS, SOURCE_WORDS, MaskTotals, MaskView, totals
+from train.report.masks import KIND_WORDS, SOURCE_WORDS, Kind, MaskTotals, MaskView, totals
 from train.report.token_text import safe
 
 TERMINAL_LIMITS = Limits(run_tokens=400, view_tokens=4_000, tokens=20_000)
@@ -39,7 +39,8 @@ def print_masks(
     total = totals(views)
     plain = not console.is_terminal or console.no_color
     console.print(Text(safe(title), style="bold"))
-    for kind in dict.fromkeys(view.kind for view in views):
+    kinds: list[Kind] = list(dict.fromkeys(view.kind for view in views))
+    for kind in kinds:
         console.print(Text(KIND_WORDS[kind]))
     console.print(_legend(total, plain))
     for conversation in conversations:
