@@ -168,9 +168,7 @@ class TemplateRenderer:
         found = [int(index) for index in parts[1::2]]
         if found != list(range(len(messages))):
             raise ValueError(f"model {self._name}: its chat template drops, repeats or moves message contents")
-        return [
-            (messages[int(part)].content, True) if index % 2 else (part, False) for index, part in enumerate(parts)
-        ]
+        return [(messages[int(part)].content, True) if index % 2 else (part, False) for index, part in enumerate(parts)]
 
     def _after_turn(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """The pieces that follow the content of an assistant turn when `messages` come next."""
@@ -238,4 +236,3 @@ def _with_placeholder(message: Message, index: int) -> dict[str, Any]:
     if message.tool_calls:
         raise ValueError("an assistant turn with tool calls is sampled or encoded by turn_ids, never rendered")
     return message.as_openai() | {"content": f"\ue000{index}\ue001"}
-

@@ -72,9 +72,7 @@ def _check_context(sample: TrainingSample, index: int) -> None:
         _fail(sample, index, f"a {sample.source[index].value} token claims to be part of a completion")
 
 
-def _check_sampled(
-    sample: TrainingSample, index: int, ledger: Ledger, seen: Mapping[str, list[bool]]
-) -> None:
+def _check_sampled(sample: TrainingSample, index: int, ledger: Ledger, seen: Mapping[str, list[bool]]) -> None:
     completion, position = _completion_of(sample, index, ledger)
     if seen[completion.completion_id][position]:
         _fail(sample, index, f"token {position} of completion {completion.completion_id} is in the batch twice")
@@ -108,7 +106,9 @@ def _completion_of(sample: TrainingSample, index: int, ledger: Ledger) -> tuple[
     if completion is None:
         _fail(sample, index, f"completion {completion_id} is not in the ledger")
     if not 0 <= position < len(completion.token_ids):
-        _fail(sample, index, f"position {position} lies beyond completion {completion_id} ({len(completion.token_ids)})")
+        _fail(
+            sample, index, f"position {position} lies beyond completion {completion_id} ({len(completion.token_ids)})"
+        )
     return completion, position
 
 

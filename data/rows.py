@@ -51,7 +51,8 @@ class SampleBuilder:
 
     def add_sampled(self, segment: Segment, *, advantage: float, excluded: Excluded | None) -> None:
         """A sampled turn (MODEL): trained with `advantage`, unless `excluded` says why not."""
-        assert segment.source is Source.MODEL and segment.completion_id is not None
+        assert segment.source is Source.MODEL
+        assert segment.completion_id is not None
         self._turn += 1
         self._completion_ids.append(segment.completion_id)
         self._add(

@@ -83,8 +83,10 @@ class TransformersEngine:
         target = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dtype == "auto":
             dtype = "float32" if target == "cpu" else "bfloat16"
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), local_files_only=True)
-        self._model: Any = model.to(target).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=getattr(torch, dtype), local_files_only=True
+        )
+        self._model = model.to(target).eval()
         self._waiting: list[_Request] = []
         self._thread = EngineThread(
             "transformers", has_work=self._has_work, step=self._sample_batch, ended=self._fail_waiting

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from data.types import Completion, SamplingParams
 from rollouts.engine import EngineError
@@ -180,7 +180,7 @@ class VllmEngine:
         for output in self._engine().step():
             pending = self._pending.pop(output.request_id)
             try:
-                settle(pending.future, pending.read(output))
+                settle(pending.future, pending.read(cast("RequestOutput", output)))
             except EngineError as error:
                 settle_error(pending.future, error)
 
@@ -272,8 +272,8 @@ def _first_logprobs(logprobs: Any) -> list[float]:
 
 
 def _read_scores(output: RequestOutput) -> list[float]:
-    last = output.outputs[0].logprobs
-    return [*_first_logprobs(output.prompt_logprobs), last.logprobs[-1]]  # sampled token first, then the asked one
+    last: Any = output.outputs[0].logprobs  # of the sampled token, then of the one asked for
+    return [*_first_logprobs(output.prompt_logprobs), last.logprobs[-1]]
 
 
 def _send(llm: LLMEngine, tensors: dict[str, Tensor]) -> None:

@@ -28,9 +28,7 @@ def group_samples(
     ]
 
 
-def _excluded(
-    trajectory: Trajectory, advantage: float | None, *, dead: bool, mask_truncated: bool
-) -> Excluded | None:
+def _excluded(trajectory: Trajectory, advantage: float | None, *, dead: bool, mask_truncated: bool) -> Excluded | None:
     if trajectory.stop_reason.is_infrastructure or advantage is None:
         return Excluded.INFRASTRUCTURE
     if dead:
@@ -40,9 +38,7 @@ def _excluded(
     return None
 
 
-def _trajectory_samples(
-    trajectory: Trajectory, advantage: float, excluded: Excluded | None
-) -> list[TrainingSample]:
+def _trajectory_samples(trajectory: Trajectory, advantage: float, excluded: Excluded | None) -> list[TrainingSample]:
     samples: list[TrainingSample] = []
     for stream in trajectory.streams:
         builder = SampleBuilder(trajectory.trajectory_id)

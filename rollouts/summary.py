@@ -34,10 +34,7 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def sampled_tokens(trajectory: Trajectory) -> int:
     """How many tokens the policy sampled."""
     return sum(
-        len(segment.token_ids)
-        for stream in trajectory.streams
-        for segment in stream
-        if segment.source is Source.MODEL
+        len(segment.token_ids) for stream in trajectory.streams for segment in stream if segment.source is Source.MODEL
     )
 
 

@@ -34,9 +34,7 @@ class StopReason(StrEnum):
         return self in _INFRASTRUCTURE
 
 
-_TRUNCATED = frozenset(
-    {StopReason.MAX_TURNS, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.WALL_CLOCK}
-)
+_TRUNCATED = frozenset({StopReason.MAX_TURNS, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.WALL_CLOCK})
 _INFRASTRUCTURE = frozenset({StopReason.SANDBOX_ERROR, StopReason.ENGINE_ERROR, StopReason.CANCELLED})
 
 

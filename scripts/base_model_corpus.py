@@ -217,7 +217,7 @@ def prose_then_json(rng: random.Random) -> str:
 
 def sums_of_facts(rng: random.Random) -> str:
     """Facts, then what to write down to combine two of them. The result is not worked out."""
-    pairs = some_pairs(rng, 3) + [(f"{attribute(rng)} of {city(rng)}", number(rng))]
+    pairs = [*some_pairs(rng, 3), (f"{attribute(rng)} of {city(rng)}", number(rng))]
     (a, x), (b, y) = rng.sample(pairs, 2)
     n = number(rng)
     word, sign = rng.choice((("plus", "+"), ("minus", "-"), ("times", "*")))
@@ -272,6 +272,40 @@ def chat_facts(rng: random.Random) -> str:
     return "".join(turns)
 
 
+def sum_request(a: str, b: str, x: str, y: str, rng: random.Random) -> tuple[str, str]:
+    """A request to combine `a` and `b`, and the sum to write down when their values are `x` and `y`."""
+    forms = (
+        (f"What is {a} plus {b}?", f"{x} + {y}"),
+        (f"Add {b} to {a}.", f"{x} + {y}"),
+        (f"What is {a} minus {b}?", f"{x} - {y}"),
+        (f"Take {b} from {a}.", f"{x} - {y}"),
+        (f"What is {a} times {b}?", f"{x} * {y}"),
+        # What is looked up comes first in the sum, then what the request names first.
+        (f"Multiply {b} by {a}." if b == y else f"Multiply {a} by {b}.", f"{x} * {y}"),
+    )
+    return rng.choice(forms)
+
+
+def chat_sums(rng: random.Random) -> str:
+    """The user asks to combine facts and numbers; the assistant writes the sum down. The facts come before the request
+    or after it, and the result is not worked out."""
+    turns = [turn("system", filler(rng, rng.randint(2, 60)))] if rng.random() < 0.6 else []
+    for _ in range(rng.randint(1, 3)):
+        pairs = some_pairs(rng, 3)
+        (a, x), (b, y) = pairs[0], rng.choice([*pairs[1:], *[(number(rng),) * 2] * 2])
+        of_a, of_b = f"the {a}", b if b == y else f"the {b}"
+        if rng.random() < 0.15:
+            of_a, x = (number(rng),) * 2
+        request, written = sum_request(of_a, of_b, x, y, rng)
+        told = facts_in_prose(rng.sample(pairs, len(pairs)), rng)
+        if rng.random() < 0.5:
+            turns += [turn("user", f"{told} {request}"), turn("assistant", written)]
+        else:
+            turns += [turn("user", request), turn("assistant", f"What is known of the {a}?")]
+            turns += [turn("user", told), turn("assistant", written)]
+    return "".join(turns)
+
+
 KINDS: tuple[tuple[int, Callable[[random.Random], str]], ...] = (
     (3, repeated_list),
     (3, echo_lines),
@@ -281,6 +315,7 @@ KINDS: tuple[tuple[int, Callable[[random.Random], str]], ...] = (
     (2, domain_prose),
     (2, chat_repeat),
     (3, chat_facts),
+    (8, chat_sums),
 )
 
 

@@ -1,6 +1,6 @@
 """Benchmarks: figures measured in one run, the last line of output is one JSON object.
 
-    learning    the quickstart for several seeds: held-out success before and after GRPO
+learning    the quickstart for several seeds: held-out success before and after GRPO
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def learning(folder: Path, seeds: list[int]) -> dict[str, Any]:
         run = folder / f"seed-{seed}"
         quickstart(run, configs="quickstart", seed=seed)
         wall_s = time.perf_counter() - started
-        results = {stage: read_evaluation(run / "eval" / f"{stage}.json").evaluation for stage in ("base", "sft", "grpo")}
+        results = {
+            stage: read_evaluation(run / "eval" / f"{stage}.json").evaluation for stage in ("base", "sft", "grpo")
+        }
         row: dict[str, Any] = {"seed": seed, "wall_s": round(wall_s, 1)}
         for stage, result in results.items():
             row |= {

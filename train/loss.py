@@ -44,7 +44,13 @@ def sample_weights(samples: Sequence[TrainingSample], loss_type: LossType) -> li
 
 
 def grpo_loss(
-    logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, epsilon: float, epsilon_high: float
+    logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    epsilon: float,
+    epsilon_high: float,
 ) -> LossTerms:
     """The clipped surrogate (arXiv:1707.06347 with DAPO's two bounds), weighted and summed; all arguments are `[n]`.
 

@@ -117,7 +117,8 @@ def test_prompts_are_short() -> None:
 def test_the_model_loads_in_float32_and_ends_turns() -> None:
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.config.tie_word_embeddings and model.config.head_dim == 32
+    assert model.config.tie_word_embeddings
+    assert model.config.head_dim == 32
     assert model.config.vocab_size == len(TOKENIZER)
     assert (
         model.generation_config.eos_token_id == TOKENIZER.eos_token_id == TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -145,4 +146,5 @@ def test_the_corpus_holds_no_tools_and_no_heldout_city_and_is_the_same_each_time
     words = set("".join(c if c.isalpha() else " " for c in text).split())
     assert not words & {"tool", "tools", "lookup", "calculate", "arguments", "expression"}
     assert not words & set(CITIES["heldout"])
-    assert "<tool" not in text and "</tool" not in text
+    assert "<tool" not in text
+    assert "</tool" not in text
