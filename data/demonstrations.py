@@ -104,7 +104,8 @@ def write_demonstrations(path: Path, demonstrations: Iterable[Demonstration]) ->
     temporary = path.with_suffix(".tmp")
     count = 0
     with temporary.open("w", encoding="utf-8") as file:
-        for count, demonstration in enumerate(demonstrations, start=1):
+        for demonstration in demonstrations:
+            count += 1
             rows = [_message_row(message) for message in demonstration.messages]
             tools = [tool.as_openai() for tool in demonstration.tools]
             row = {"task_id": demonstration.task_id, "messages": rows, "tools": tools}

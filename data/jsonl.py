@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -21,6 +21,16 @@ def append_line(file: BinaryIO, kind: TypeAdapter[Row], row: Row) -> None:
     """Write one row and flush it, so that a reader or a later process sees it whole."""
     file.write(kind.dump_json(row) + b"\n")
     file.flush()
+
+
+def write_lines(path: Path, kind: TypeAdapter[Row], rows: Iterable[Row]) -> None:
+    """Write a file of rows in one move: it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        for row in rows:
+            append_line(file, kind, row)
+    temporary.replace(path)
 
 
 def read_lines(path: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:

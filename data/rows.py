@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from data.jsonl import append_line
+from data.jsonl import write_lines
 from data.types import Excluded, Segment, Source, TrainingSample
 
 SAMPLE = TypeAdapter(TrainingSample)
@@ -92,9 +92,4 @@ class SampleBuilder:
 
 def write_samples(path: Path, samples: Iterable[TrainingSample]) -> None:
     """Write samples as JSONL, replacing the file in one move."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        for sample in samples:
-            append_line(file, SAMPLE, sample)
-    temporary.replace(path)
+    write_lines(path, SAMPLE, samples)

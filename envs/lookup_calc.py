@@ -55,7 +55,8 @@ CITIES: Mapping[Split, tuple[str, ...]] = {
     ),
     "heldout": tuple(
         "London Milan Turin Porto Malaga Geneva Lyon Ghent Bruges Krakow Gdansk Bergen Aarhus Malmo Tampere Kaunas "
-        "Odessa Varna Split Patras Izmir Haifa Aleppo Muscat Karachi Mumbai Osaka Busan Cebu Darwin Miami Tucson".split()
+        "Odessa Varna Split Patras Izmir Haifa Aleppo Muscat Karachi Mumbai Osaka Busan Cebu Darwin Miami "
+        "Tucson".split()
     ),
 }
 

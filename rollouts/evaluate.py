@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envs.types import Task
-from rollouts.group import sample_groups
-from rollouts.runner import Runner
 from rollouts.summary import summarise
-from rollouts.types import Trajectory, TrajectoryGroup
+from rollouts.types import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +28,8 @@ class Evaluation:
     summary: dict[str, float]
 
 
-async def evaluate(
-    runner: Runner,
-    tasks: Sequence[Task],
-    *,
-    attempts: int,
-    name: str,
-    max_concurrent: int,
-    on_done: Callable[[Trajectory], None] = lambda trajectory: None,
-) -> tuple[Evaluation, list[Trajectory]]:
-    """Attempt every task `attempts` times; a reward of 1 or more is a success."""
-    groups = await sample_groups(
-        runner, tasks, num_generations=attempts, prefix=name, max_concurrent=max_concurrent, on_done=on_done
-    )
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return summarise_groups(groups, attempts=attempts), trajectories
-
-
 def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Evaluation:
-    """Groups of attempts → figures.
+    """Groups of attempts → figures. A reward of 1 or more is a success.
 
     Raises:
         ValueError: no attempt was graded.

@@ -7,20 +7,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from data.jsonl import append_line, read_lines
+from data.jsonl import read_lines, write_lines
 from rollouts.types import Trajectory
 
 TRAJECTORY = TypeAdapter(Trajectory)
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write a file; it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        for trajectory in trajectories:
-            append_line(file, TRAJECTORY, trajectory)
-    temporary.replace(path)
+    """Write a file in one move: it is there whole or not at all."""
+    write_lines(path, TRAJECTORY, trajectories)
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:

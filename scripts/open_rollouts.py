@@ -12,8 +12,12 @@ from envs.sandbox.base import SandboxFactory
 from envs.sandbox.open import open_factory
 from rollouts.config import EnvConfig, RolloutConfig, SandboxConfig
 from rollouts.engine import RecordingEngine
+from rollouts.group import sample_groups
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
+from rollouts.types import TrajectoryGroup
+from scripts.console import progress
+from scripts.settings import EvalSettings
 from train.model import load_tokenizer
 
 
@@ -61,3 +65,20 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
             )
         finally:
             await engine.close()
+
+
+async def attempt_tasks(settings: EvalSettings) -> list[TrajectoryGroup]:
+    """Attempt the configured tasks, `settings.attempts` times each, with a progress bar; errors as `open_runner`."""
+    async with open_runner(settings.rollout, model=settings.model, seed=settings.seed, ledger=Ledger()) as runner:
+        # The tasks are the same whatever the seed of the run, so that runs can be compared.
+        tasks = runner.env.tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
+        with progress() as bar:
+            place = bar.add_task("attempts", total=len(tasks) * settings.attempts, note="")
+            return await sample_groups(
+                runner,
+                tasks,
+                num_generations=settings.attempts,
+                prefix=settings.name,
+                max_concurrent=settings.rollout.engine.max_concurrent,
+                on_done=lambda _: bar.advance(place),
+            )

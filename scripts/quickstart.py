@@ -1,4 +1,4 @@
-"""The main job in one command: data → SFT → evaluation → GRPO → evaluation → report, each stage as a person would type it.
+"""The main job in one command: data → SFT → evaluation → GRPO → evaluation → report, each stage as a person types it.
 
 A stage whose result is there is not run again, and a training stage that was killed goes on from its checkpoint, so the
 same command continues whatever was interrupted.

@@ -5,42 +5,29 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from data.ledger import Ledger
-from rollouts.evaluate import Evaluation, evaluate
+from rollouts.evaluate import Evaluation, summarise_groups
 from rollouts.record import write_trajectories
-from scripts.console import progress, run_main
-from scripts.open_rollouts import open_runner
+from scripts.console import run_main
+from scripts.open_rollouts import attempt_tasks
 from scripts.settings import EvalSettings, load_settings
 from train.report.evaluations import EvaluationFile, write_evaluation
 
 
 async def run_eval(settings: EvalSettings) -> Evaluation:
     """Attempt the tasks, write `output` (JSON) and the trajectories (`output` with .trajectories.jsonl)."""
-    async with open_runner(settings.rollout, model=settings.model, seed=settings.seed, ledger=Ledger()) as runner:
-        # Held-out tasks are the same whatever the seed of the run, so that runs can be compared.
-        tasks = runner.env.tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
-        with progress() as bar:
-            place = bar.add_task("attempts", total=len(tasks) * settings.attempts, note="")
-            result, trajectories = await evaluate(
-                runner,
-                tasks,
-                attempts=settings.attempts,
-                name=settings.name,
-                max_concurrent=settings.rollout.engine.max_concurrent,
-                on_done=lambda _: bar.advance(place),
-            )
+    groups = await attempt_tasks(settings)
+    result = summarise_groups(groups, attempts=settings.attempts)
     output = Path(settings.output)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     write_trajectories(output.with_suffix(".trajectories.jsonl"), trajectories)
-    write_evaluation(
-        output,
-        EvaluationFile(
-            name=settings.name,
-            model=settings.model,
-            split=settings.evaluation.split,
-            temperature=settings.rollout.sampling.temperature,
-            evaluation=result,
-        ),
+    file = EvaluationFile(
+        name=settings.name,
+        model=settings.model,
+        split=settings.evaluation.split,
+        temperature=settings.rollout.sampling.temperature,
+        evaluation=result,
     )
+    write_evaluation(output, file)
     return result
 
 

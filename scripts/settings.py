@@ -108,7 +108,7 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
     """The settings of a command: `--config F` first, then what the command line says.
 
     Raises:
-        ValueError: the file is no TOML, or a key is unknown, missing or has a wrong value; the message names file and key.
+        ValueError: the file is no TOML, or a key is unknown, missing or has a wrong value; it names file and key.
         FileNotFoundError: there is no such file.
     """
     rest = list(sys.argv[1:] if arguments is None else arguments)

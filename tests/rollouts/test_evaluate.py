@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from data.types import TokenStream
 from envs.types import Task
 from rollouts.engine_scripted import ScriptedEngine
-from rollouts.evaluate import evaluate, pass_at_k, pass_hat_k, summarise_groups
+from rollouts.evaluate import pass_at_k, pass_hat_k, summarise_groups
+from rollouts.group import sample_groups
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 from tests.data.test_types import no_clock
 from tests.rollouts.test_runner import Desk, in_sandboxes, make_runner, say
@@ -104,18 +105,19 @@ def test_every_task_is_attempted_so_often() -> None:
     script = [say("ok"), say("ok"), say("ko"), say("ok")] * 2
     heard: list[str] = []
     engine = ScriptedEngine(script, fail_calls=[3])
-    result, trajectories = in_sandboxes(
-        lambda sandboxes: evaluate(
+    groups = in_sandboxes(
+        lambda sandboxes: sample_groups(
             make_runner(engine, sandboxes),
             Desk().tasks("heldout", 2, 0),
-            attempts=4,
-            name="eval",
+            num_generations=4,
+            prefix="eval",
             max_concurrent=1,
             on_done=lambda trajectory: heard.append(trajectory.trajectory_id),
         )
     )
+    result = summarise_groups(groups, attempts=4)
     assert result.counts == {"heldout-0-0": (2, 3), "heldout-0-1": (3, 4)}
     assert result.success == pytest.approx((2 / 3 + 3 / 4) / 2)
-    assert heard == [trajectory.trajectory_id for trajectory in trajectories]
+    assert heard == [trajectory.trajectory_id for group in groups for trajectory in group.trajectories]
     assert heard[0] == "eval/heldout-0-0/0"
     assert result.summary["stop/engine_error"] == pytest.approx(1 / 8)

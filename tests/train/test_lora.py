@@ -1,4 +1,4 @@
-"""LoRA: only adapters are trained, engines and checkpoints get full weights, and the trainer's tensors stay as they are."""
+"""LoRA: only adapters are trained, engines and checkpoints get full weights, the trainer's tensors stay as they are."""
 
 from __future__ import annotations
 
