@@ -114,7 +114,7 @@ class TemplateRenderer:
     def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
         body = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         # Control tokens are kept: a parser that does not see the call markers finds no call.
-        text = self._tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return parse_turn(text, call_id_prefix=call_id_prefix)
 
@@ -155,7 +155,7 @@ class TemplateRenderer:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, add_generation_prompt: bool = True
     ) -> list[tuple[str, bool]]:
         """The rendering as (text, is it content) pieces, in order. Assistant turns must be plain text."""
-        specs = [tool.as_openai() for tool in tools]
+        specs: list[Any] = [tool.as_openai() for tool in tools]
         forged = self._control_pattern.search(json.dumps(specs, ensure_ascii=False))
         if forged:
             raise ValueError(f"a tool description holds the control token {forged[0]!r}; reword it")
@@ -202,10 +202,11 @@ class TemplateRenderer:
         ours += [token for segment in self.bridge(chat[3:], "stop") for token in segment.token_ids]
         text = self._tokenizer.apply_chat_template(
             [message.as_openai() for message in chat],
-            tools=[tool.as_openai()],  # type: ignore[list-item]
+            tools=[tool.as_openai()],
             add_generation_prompt=True,
             tokenize=False,
         )
+        assert isinstance(text, str)
         native = list(self._tokenizer.encode(text, add_special_tokens=False))
         if ours != native:
             where = next(i for i in range(len(ours) + 1) if ours[: i + 1] != native[: i + 1])

@@ -17,7 +17,7 @@ class EnvConfig(Section):
     """Which tasks. `max_calls` bounds the tool calls that a task needs."""
 
     name: Literal["lookup_calc"] = "lookup_calc"
-    max_calls: int = Field(3, ge=1, le=3)
+    max_calls: int = Field(default=3, ge=1, le=3)
 
 
 class SandboxConfig(Section):
@@ -25,7 +25,7 @@ class SandboxConfig(Section):
 
     backend: Literal["auto", "docker", "bubblewrap", "local"] = "auto"
     image: str = "agentgrad-sandbox:1"
-    tool_timeout_s: float = Field(15.0, gt=0)
+    tool_timeout_s: float = Field(default=15.0, gt=0)
 
 
 class EngineConfig(Section):
@@ -33,43 +33,43 @@ class EngineConfig(Section):
 
     kind: Literal["vllm", "transformers"] = "vllm"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_context_tokens: int = Field(1024, ge=16)
-    max_concurrent: int = Field(64, ge=1)
-    gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
+    max_context_tokens: int = Field(default=1024, ge=16)
+    max_concurrent: int = Field(default=64, ge=1)
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
 
 
 class LimitsConfig(Section):
     """When a trajectory is ended. Tokens are the policy's own; the wall clock covers everything."""
 
-    max_turns: int = Field(8, ge=1)
-    max_turn_tokens: int = Field(64, ge=1)
-    max_trajectory_tokens: int = Field(256, ge=1)
-    max_parse_errors: int = Field(3, ge=1)
-    wall_clock_s: float = Field(120.0, gt=0)
+    max_turns: int = Field(default=8, ge=1)
+    max_turn_tokens: int = Field(default=64, ge=1)
+    max_trajectory_tokens: int = Field(default=256, ge=1)
+    max_parse_errors: int = Field(default=3, ge=1)
+    wall_clock_s: float = Field(default=120.0, gt=0)
 
 
 class SamplingConfig(Section):
     """Training samples from the policy itself: any cut of the distribution (top_p) would make the trainer's logprobs
     those of another policy, so it is for evaluation only."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
 
 
 class EvalConfig(Section):
     """Which tasks an evaluation attempts, sampled as `rollout` says."""
 
     split: Literal["train", "heldout"] = "heldout"
-    num_tasks: int = Field(100, ge=1)
+    num_tasks: int = Field(default=100, ge=1)
 
 
 class SynthesizeConfig(Section):
     """Warm-start data: the demonstrator works on `num_tasks` tasks of the training split."""
 
-    num_tasks: int = Field(2000, ge=1)
-    mistake_rate: float = Field(0.1, ge=0, lt=1)
+    num_tasks: int = Field(default=2000, ge=1)
+    mistake_rate: float = Field(default=0.1, ge=0, lt=1)
     """How often the demonstrator errs; what it repairs is kept as context, what it does not is dropped."""
-    max_turns: int = Field(8, ge=1)
-    max_concurrent: int = Field(8, ge=1)
+    max_turns: int = Field(default=8, ge=1)
+    max_concurrent: int = Field(default=8, ge=1)
 
 
 class RolloutConfig(Section):

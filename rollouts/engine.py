@@ -23,8 +23,10 @@ class EngineError(RuntimeError):
 class Engine(Protocol):
     """Samples completions. Many `generate` calls run at once; each waits only for itself."""
 
-    policy_version: int
-    """Optimizer steps that the loaded weights have seen."""
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps that the loaded weights have seen."""
+        ...
 
     @property
     def max_context_tokens(self) -> int:

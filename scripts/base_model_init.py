@@ -12,9 +12,11 @@ The residual stream of 128 is shared out: 0-63 this token (as +-1 codes), 64-126
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 HEAD_DIM, HEADS, CODE, CONSTANT = 32, 4, 64, 127
 SCALE = 0.05
@@ -31,15 +33,17 @@ def start_with_induction(model: LlamaForCausalLM) -> None:
     codes[:, CONSTANT] = CONSTANT_SIZE
     model.model.embed_tokens.weight.copy_(codes * SCALE)
     model.model.norm.weight.fill_(2.0)  # surer predictions
-    first, second = model.model.layers[0].self_attn, model.model.layers[1].self_attn
-    theta = model.config.rope_parameters["rope_theta"]
+    layers: Any = model.model.layers
+    config: Any = model.config
+    first, second = layers[0].self_attn, layers[1].self_attn
+    theta: float = config.rope_parameters["rope_theta"]
     for head in (0, 1):
         _previous_token_head(first, head, theta)
     for head in range(HEADS):
         _induction_head(second, head)
 
 
-def _previous_token_head(attention: torch.nn.Module, head: int, theta: float) -> None:
+def _previous_token_head(attention: LlamaAttention, head: int, theta: float) -> None:
     """Queries and keys are constants, a rotation of one place apart: the score is highest one place back."""
     base, half = head * HEAD_DIM, HEAD_DIM // 2
     for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):
@@ -60,7 +64,7 @@ def _previous_token_head(attention: torch.nn.Module, head: int, theta: float) ->
             attention.o_proj.weight[CODE + source, base + index] = through
 
 
-def _induction_head(attention: torch.nn.Module, head: int) -> None:
+def _induction_head(attention: LlamaAttention, head: int) -> None:
     """Compares a quarter of this token's code with the codes before each place, and adds half a code of the best.
 
     Only the slow half of the rotary pairs compares, so that distance does not matter.

@@ -32,6 +32,7 @@ SAVE_STEPS = 250
 def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> LlamaForCausalLM:
     """A model with random weights. `head_dim` is 32, the smallest that vLLM's CPU kernels take."""
     torch.manual_seed(args.seed)
+    end_of_turn, pad = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|pad|>"))
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN_SIZE,
@@ -44,14 +45,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end_of_turn,
+        pad_token_id=pad,
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
     start_with_induction(model)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        do_sample=True, temperature=1.0, eos_token_id=end_of_turn, pad_token_id=pad
     )
     return model
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +30,7 @@ def make_smollm2(output: Path) -> int:
         ValueError: the package is not installed.
     """
     weights = _weights_file()
-    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     # What is saved is no longer quantized, whatever the file that it came from was.
     del model.config.quantization_config, model.hf_quantizer
     model.is_quantized = False

@@ -23,7 +23,7 @@ from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
 from train.lora import add_lora
 from train.metrics import MetricsLog
-from train.model import load_model, load_tokenizer
+from train.model import load_model, load_tokenizer, pad_token_id
 
 
 def main() -> None:
@@ -145,8 +145,7 @@ def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) 
         config=settings.grpo,
         optimizer=settings.optimizer,
         temperature=settings.rollout.sampling.temperature,
-        # Padding is masked by position; any id will do where a tokenizer has none for it.
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+        pad_token_id=pad_token_id(tokenizer),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import AliasChoices, Field, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from rollouts.config import EnvConfig, EvalConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
 from train.config import CheckpointConfig, GrpoConfig, LoraSettings, OptimizerConfig, SftConfig, WandbConfig
@@ -34,7 +34,14 @@ class Settings(BaseSettings):
     )
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: Any, **_: Any) -> Any:
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
 
 
@@ -91,7 +98,7 @@ class EvalSettings(Settings):
     name: str = "evaluation"
     """What reports call it."""
     seed: int = 0
-    attempts: int = Field(8, ge=1)
+    attempts: int = Field(default=8, ge=1)
     """Attempts at each task."""
     evaluation: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()

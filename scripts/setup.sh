@@ -177,7 +177,7 @@ install_packages() {
                 pip_failed "$torch, from $torch_index either (AGENTGRAD_TORCH_INDEX names another place)"
         fi
     fi
-    pip_install --editable "$root[$extra,dev]" --constraint "$constraints" || pip_failed "agentgrad[$extra,dev]"
+    pip_install --editable "${root}[$extra,dev]" --constraint "$constraints" || pip_failed "agentgrad[$extra,dev]"
     for name in torchaudio torchcodec torchvision; do
         # On the CPU they rarely fit torch's build, and text needs none of them: every machine goes without.
         if [ -d "$site/$name" ] && { [ "$extra" = cpu ] || ! "$python" -c "import $name" >/dev/null 2>&1; }; then

@@ -21,50 +21,50 @@ class WandbConfig(Section):
 class CheckpointConfig(Section):
     """What is kept to go on from. A run that is started again continues from its newest checkpoint."""
 
-    save_steps: int = Field(10, ge=1)
-    save_total_limit: int = Field(2, ge=1)
+    save_steps: int = Field(default=10, ge=1)
+    save_total_limit: int = Field(default=2, ge=1)
 
 
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = Field(0.9, gt=0, lt=1)
-    adam_beta2: float = Field(0.999, gt=0, lt=1)
-    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, gt=0, lt=1)
+    adam_beta2: float = Field(default=0.999, gt=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
 
 
 class LoraSettings(Section):
     """Low-rank adapters instead of all weights. Engines and checkpoints still get full weights."""
 
-    rank: int = Field(0, ge=0)
+    rank: int = Field(default=0, ge=0)
     """0: no adapters, all weights are trained."""
-    alpha: int = Field(32, ge=1)
+    alpha: int = Field(default=32, ge=1)
 
 
 class GrpoConfig(Section):
     """The GRPO update."""
 
-    max_steps: int = Field(100, ge=1)
+    max_steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
-    num_tasks: int = Field(1024, ge=1)
+    num_tasks: int = Field(default=1024, ge=1)
     """Size of the task set; it is gone through in a new order each epoch."""
-    tasks_per_step: int = Field(8, ge=1)
-    num_generations: int = Field(8, ge=2)
+    tasks_per_step: int = Field(default=8, ge=1)
+    num_generations: int = Field(default=8, ge=2)
     """Trajectories of each task; a group of one has no baseline."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
-    epsilon: float = Field(0.2, gt=0, lt=1)
-    epsilon_high: float = Field(0.28, gt=0)
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    epsilon_high: float = Field(default=0.28, gt=0)
     scale_rewards: bool = True
     """Divide advantages by the group's standard deviation."""
     mask_truncated_completions: bool = True
-    max_micro_batch_tokens: int = Field(4096, ge=16)
+    max_micro_batch_tokens: int = Field(default=4096, ge=16)
     gradient_checkpointing: bool = False
     dtype: Dtype = "float32"
-    sync_tolerance: float = Field(0.01, gt=0)
+    sync_tolerance: float = Field(default=0.01, gt=0)
     """How far engine and trainer may differ on fixed prompts after a weight sync (nats, the largest difference)."""
 
 
@@ -73,11 +73,11 @@ class SftConfig(Section):
 
     data: str
     """Demonstrations, JSONL."""
-    max_steps: int = Field(-1, ge=-1)
+    max_steps: int = Field(default=-1, ge=-1)
     """Optimizer steps; -1: `num_train_epochs` decides."""
-    num_train_epochs: float = Field(1.0, gt=0)
-    per_device_train_batch_size: int = Field(8, ge=1)
-    gradient_accumulation_steps: int = Field(1, ge=1)
-    max_length: int = Field(1024, ge=16)
+    num_train_epochs: float = Field(default=1.0, gt=0)
+    per_device_train_batch_size: int = Field(default=8, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    max_length: int = Field(default=1024, ge=16)
     gradient_checkpointing: bool = False
     dtype: Dtype = "float32"

@@ -112,7 +112,7 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if not torch.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm.item()}; nothing was updated")
-        metrics["learning_rate"] = self._schedule.get_last_lr()[0]
+        metrics["learning_rate"] = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
         self._schedule.step()
         return metrics | {"grad_norm": norm.item()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def _start_wandb(folder: Path, settings: WandbConfig, config: Mapping[str, Any])
     run_id = folder / "wandb" / "run_id"
     run_id.parent.mkdir(parents=True, exist_ok=True)
     if not run_id.exists():
-        run_id.write_text(wandb.util.generate_id())
+        run_id.write_text(uuid.uuid4().hex[:8])
     return wandb.init(
         project=settings.project,
         name=folder.name,

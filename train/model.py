@@ -28,6 +28,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"model {path}: no tokenizer can be loaded: {_first_line(error)}") from error
 
 
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What rows are filled up with. Padding is told by position, so any id will do where a tokenizer has none for it."""
+    return tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+
+
 def load_model(path: str, *, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model of a folder, in training mode.
 
