@@ -108,7 +108,10 @@ def schema_text(rng: random.Random) -> str:
 
 
 def tokenizer_texts(seed: int, count: int) -> Iterator[str]:
-    """Text for learning merges: names are made up, so no city is a token of its own."""
+    """Text for learning merges: names are made up, so no city is a token of its own.
+
+    Unlike `documents`, this holds the words of tool schemas, so that prompts are short; the model never reads it.
+    """
     rng = random.Random(f"tokenizer/{seed}")
     tool_words = [SYSTEM, *(json.dumps(tool.as_openai()["function"]).replace(" of Paris", "") for tool in TOOLS)]
     for index in range(count):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -32,7 +33,8 @@ SAVE_STEPS = 250
 def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> LlamaForCausalLM:
     """A model with random weights. `head_dim` is 32, the smallest that vLLM's CPU kernels take."""
     torch.manual_seed(args.seed)
-    end_of_turn, pad = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|pad|>"))
+    end_of_turn: Any = tokenizer.eos_token_id
+    pad: Any = tokenizer.pad_token_id
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN_SIZE,
