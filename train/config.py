@@ -55,6 +55,9 @@ class GrpoConfig(Section):
     tasks_per_step: int = Field(default=8, ge=1)
     num_generations: int = Field(default=8, ge=2)
     """Trajectories of each task; a group of one has no baseline."""
+    num_mini_batches: int = Field(default=1, ge=1)
+    """Optimizer updates made from the trajectories of a step; each takes its share of the groups. The clip bounds how
+    far the later ones may move from what was sampled."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     epsilon: float = Field(default=0.2, gt=0, lt=1)
     epsilon_high: float = Field(default=0.28, gt=0)

@@ -82,12 +82,13 @@ class GrpoRun:
             started = time.perf_counter()
             samples, row = await self._sample(step)
             sampled = time.perf_counter()
-            batches = self.learner.pack(samples)
-            self._gate(step, batches, samples)
-            if batches:
-                row |= self.learner.update(batches)
+            updates = [self.learner.pack(part) for part in mini_batches(samples, self.config.num_mini_batches)]
+            updates = [batches for batches in updates if batches]
+            self._gate(step, [batch for batches in updates for batch in batches], samples)
+            if updates:
+                row |= mean_metrics([self.learner.update(batches) for batches in updates])
             updated = time.perf_counter()
-            if batches and self.sampling is not None:
+            if updates and self.sampling is not None:
                 await self._sync(step)
             done = time.perf_counter()
             row |= {
@@ -170,6 +171,22 @@ class GrpoRun:
                 keep=self.checkpoints.save_total_limit,
             )
             self.log.publish()
+
+
+def mini_batches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
+    """`samples` in `count` parts of about equal size, each with trajectories of as many groups as there are.
+
+    Siblings are dealt out one by one, so a part holds the successes and the failures of a group together as a rule.
+    """
+    return [list(samples[first::count]) for first in range(count)]
+
+
+def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean over the updates of a step; of a maximum the maximum."""
+    return {
+        name: max(row[name] for row in rows) if name.endswith("/max") else sum(row[name] for row in rows) / len(rows)
+        for name in rows[0]
+    }
 
 
 def samples_and_metrics(

@@ -53,8 +53,8 @@ class Learner:
         self._schedule = get_scheduler(
             optimizer.lr_scheduler_type,
             self._optimizer,
-            num_warmup_steps=optimizer.warmup_steps,
-            num_training_steps=config.max_steps,
+            num_warmup_steps=optimizer.warmup_steps * config.num_mini_batches,
+            num_training_steps=config.max_steps * config.num_mini_batches,
         )
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -29,7 +29,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What rows are filled up with. Padding is told by position, so any id will do where a tokenizer has none for it."""
+    """What rows are filled up with; padding is told by position, so any id will do where a tokenizer has none."""
     return tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
 
 

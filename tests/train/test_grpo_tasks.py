@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from envs.types import Task
 from tests.data.test_types import no_clock
+from tests.random_samples import random_samples
 from train.config import GrpoConfig
-from train.grpo import check_sizes, step_tasks
+from train.grpo import check_sizes, mini_batches, step_tasks
 
 
 def make_tasks(count: int) -> list[Task]:
@@ -96,3 +97,12 @@ def test_numbers_that_cannot_train_are_refused_by_name_c18(change: dict[str, flo
     """A group of one has no baseline; a run of no steps would be a success that did nothing."""
     with pytest.raises(ValidationError, match=next(iter(change))):
         GrpoConfig.model_validate(change)
+
+
+def test_mini_batches_share_all_samples_out_once_and_split_every_group() -> None:
+    samples = random_samples(16)  # two groups of eight siblings
+    parts = mini_batches(samples, 4)
+    assert sorted(sample.trajectory_id for part in parts for sample in part) == sorted(s.trajectory_id for s in samples)
+    first_group = {sample.trajectory_id for sample in samples[:8]}
+    assert [sum(sample.trajectory_id in first_group for sample in part) for part in parts] == [2, 2, 2, 2]
+    assert mini_batches(samples, 1) == [samples]
