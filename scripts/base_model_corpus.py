@@ -290,30 +290,22 @@ def sum_request(a: str, b: str, x: str, y: str, rng: random.Random) -> tuple[str
 
 
 def chat_sums(rng: random.Random) -> str:
-    """The user asks to combine facts and numbers; the assistant writes the sum down. It is told the facts before the
-    request, or asks for those that it needs, one after another. The result is not worked out."""
+    """The user asks to combine facts and numbers; the assistant writes the sum down. The facts come before the request
+    or after it, and the result is not worked out."""
     turns = [turn("system", filler(rng, rng.randint(2, 60)))] if rng.random() < 0.6 else []
     for _ in range(rng.randint(1, 3)):
         pairs = some_pairs(rng, 3)
-        needed = [pairs[0]]
-        if len(pairs) > 1 and rng.random() < 0.6:
-            needed.append(pairs[1])
-        (a, x), n = pairs[0], number(rng)
-        b, y = needed[1] if len(needed) > 1 else (n, n)
+        (a, x), (b, y) = pairs[0], rng.choice([*pairs[1:], *[(number(rng),) * 2] * 2])
         of_a, of_b = f"the {a}", b if b == y else f"the {b}"
-        if len(needed) == 1 and rng.random() < 0.15:
-            needed, of_a, x = [], n, n
-            of_b, y = (number(rng),) * 2
+        if rng.random() < 0.15:
+            of_a, x = (number(rng),) * 2
         request, written = sum_request(of_a, of_b, x, y, rng)
-        if rng.random() < 0.4:
-            told = facts_in_prose(rng.sample(pairs, len(pairs)), rng)
+        told = facts_in_prose(rng.sample(pairs, len(pairs)), rng)
+        if rng.random() < 0.5:
             turns += [turn("user", f"{told} {request}"), turn("assistant", written)]
-            continue
-        ask, tell = rng.choice((("What is known of the {0}?", "The {0} is {1}."), ("{0}", "{1}"), ("{0}?", "{0}: {1}")))
-        turns.append(turn("user", request))
-        for key, value in needed:
-            turns += [turn("assistant", ask.format(key)), turn("user", tell.format(key, value))]
-        turns.append(turn("assistant", written))
+        else:
+            turns += [turn("user", request), turn("assistant", f"What is known of the {a}?")]
+            turns += [turn("user", told), turn("assistant", written)]
     return "".join(turns)
 
 
@@ -326,7 +318,7 @@ KINDS: tuple[tuple[int, Callable[[random.Random], str]], ...] = (
     (2, domain_prose),
     (2, chat_repeat),
     (3, chat_facts),
-    (12, chat_sums),
+    (8, chat_sums),
 )
 
 
