@@ -158,7 +158,8 @@ def test_nothing_that_is_hidden_is_seen_before_grading(split: Split) -> None:
         assert env.sandbox_spec(blind) == env.sandbox_spec(task)
         assert list(task.files) == [TABLE]
         visible = f"{task.prompt}\n{task.files[TABLE].decode()}\n{dict(task.metadata)}"
-        assert "plan" not in visible
+        assert "lookup" not in visible
+        assert "calculate" not in visible
         assert not any(argument in visible for tool, argument in task.hidden["plan"] if tool == "calculate")
         assert "hidden" not in repr(task)
         assert "plan" not in repr(task)
