@@ -162,7 +162,7 @@ def test_nothing_that_is_hidden_is_seen_before_grading(split: Split) -> None:
         assert "calculate" not in visible
         assert not any(argument in visible for tool, argument in task.hidden["plan"] if tool == "calculate")
         assert "hidden" not in repr(task)
-        assert "plan" not in repr(task)
+        assert "'plan'" not in repr(task)
         assert task.files[TABLE].decode() not in repr(task)
         if task.hidden["plan"][-1][0] == "calculate":
             calculated += 1
