@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.console import run_main
-from scripts.quickstart import quickstart
+from scripts.quickstart import fastest_sandbox, quickstart
 from train.report.evaluations import read_evaluation
 
 EXAMPLE = "python -m scripts.bench learning --seeds 0 1 2"
@@ -24,7 +24,7 @@ def learning(folder: Path, seeds: list[int]) -> dict[str, Any]:
     for seed in seeds:
         started = time.perf_counter()
         run = folder / f"seed-{seed}"
-        quickstart(run, configs="quickstart", seed=seed)
+        quickstart(run, configs="quickstart", seed=seed, sandbox=fastest_sandbox())
         wall_s = time.perf_counter() - started
         results = {
             stage: read_evaluation(run / "eval" / f"{stage}.json").evaluation for stage in ("base", "sft", "grpo")

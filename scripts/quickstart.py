@@ -29,9 +29,11 @@ class Stage:
     result: Path
 
 
-def stages(folder: Path, *, configs: str, seed: int) -> list[Stage]:
+def stages(folder: Path, *, configs: str, seed: int, sandbox: str) -> list[Stage]:
     """The stages of a run in `folder`, with the configurations `configs/*_{configs}.toml`."""
     data, sft, grpo = folder / "data" / "train.jsonl", folder / "sft", folder / "grpo"
+
+    data_in, rollouts_in = ["--sandbox.backend", sandbox], ["--rollout.sandbox.backend", sandbox]
 
     def command(name: str, *arguments: str, launch: bool = False) -> list[str]:
         start = _launch() if launch else [sys.executable]
@@ -40,11 +42,11 @@ def stages(folder: Path, *, configs: str, seed: int) -> list[Stage]:
 
     def evaluation(name: str, label: str, *model: str) -> Stage:
         output = folder / "eval" / f"{name}.json"
-        arguments = ["--name", label, "--output", str(output), *model]
+        arguments = ["--name", label, "--output", str(output), *rollouts_in, *model]
         return Stage(name=f"evaluation of the {label}", command=command("run_eval", *arguments), result=output)
 
     return [
-        Stage(name="data", command=command("make_data", "--output", str(data)), result=data),
+        Stage(name="data", command=command("make_data", "--output", str(data), *data_in), result=data),
         evaluation("base", "base model"),
         Stage(
             name="SFT",
@@ -54,21 +56,23 @@ def stages(folder: Path, *, configs: str, seed: int) -> list[Stage]:
         evaluation("sft", "warm start", "--model", str(sft / "final")),
         Stage(
             name="GRPO",
-            command=command("run_grpo", "--model", str(sft / "final"), "--output_dir", str(grpo), launch=True),
+            command=command(
+                "run_grpo", "--model", str(sft / "final"), "--output_dir", str(grpo), *rollouts_in, launch=True
+            ),
             result=grpo / "final",
         ),
         evaluation("grpo", "GRPO model", "--model", str(grpo / "final")),
     ]
 
 
-def quickstart(folder: Path, *, configs: str, seed: int) -> None:
+def quickstart(folder: Path, *, configs: str, seed: int, sandbox: str) -> None:
     """Run what is left to run, then write the report.
 
     Raises:
         ValueError: a stage failed; the message says how to go on.
     """
     started = time.perf_counter()
-    for stage in stages(folder, configs=configs, seed=seed):
+    for stage in stages(folder, configs=configs, seed=seed, sandbox=sandbox):
         if stage.result.exists():
             print(f"== {stage.name}: done before ({stage.result}; delete {folder} to start over)", flush=True)
             continue
@@ -81,6 +85,13 @@ def quickstart(folder: Path, *, configs: str, seed: int) -> None:
     report = folder / "report.html"
     subprocess.run([sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)], check=True)
     print(f"== report: {report} ({time.perf_counter() - started:.0f} s for this call)")
+
+
+def fastest_sandbox() -> str:
+    """bubblewrap where it works: a container for each trajectory would take longer than all the rest. Else auto."""
+    probe = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    works = shutil.which("bwrap") and subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0
+    return "bubblewrap" if works else "auto"
 
 
 def _launch() -> list[str]:
@@ -102,8 +113,18 @@ def main() -> None:
     parser.add_argument(
         "--configs", default="quickstart", help="which configs/*_NAME.toml: quickstart, smollm2 (%(default)s)"
     )
+    parser.add_argument(
+        "--sandbox",
+        choices=["auto", "bubblewrap", "docker"],
+        help="where tools run (default: bubblewrap where it works, which is faster here than Docker; else auto)",
+    )
     arguments = parser.parse_args()
-    quickstart(Path(arguments.output_dir), configs=arguments.configs, seed=arguments.seed)
+    quickstart(
+        Path(arguments.output_dir),
+        configs=arguments.configs,
+        seed=arguments.seed,
+        sandbox=arguments.sandbox or fastest_sandbox(),
+    )
 
 
 if __name__ == "__main__":
