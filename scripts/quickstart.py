@@ -7,6 +7,7 @@ same command continues whatever was interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -96,7 +97,8 @@ def fastest_sandbox() -> str:
 
 def _launch() -> list[str]:
     """`accelerate launch` for one process, with every choice made, so that it asks and guesses nothing."""
-    device = [] if shutil.which("nvidia-smi") else ["--cpu"]
+    threads = str(os.cpu_count() or 1)
+    device = [] if shutil.which("nvidia-smi") else ["--cpu", "--num_cpu_threads_per_process", threads]
     choices = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     return [str(Path(sys.executable).with_name("accelerate")), "launch", *device, *choices]
 
