@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -24,12 +25,23 @@ from envs.types import Message, ToolCall, ToolSpec
 # Placeholders are private-use characters around a number: no template holds them, and no trimming removes them.
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 
+# A template is tried with these: an ordinary content, one with all that a template may trim, escape, join or cut, and
+# one that it may take for data.
+_TRIED_CONTENTS = (
+    "What is 12?",
+    '  "It\'s" <&> \\n {{ x }}:\n\n\ta,  b.' + " One more word." * 40 + "  ",
+    '\n{"x": ["y", null], "n": 1.50}\n',
+)
+_TRIED_TOOL = ToolSpec(name="f", description="Does x.", parameters={"type": "object", "properties": {}})
+
 
 class Renderer(Protocol):
     """One seam for every model family."""
 
     stop_token_ids: tuple[int, ...]
     control_tokens: Mapping[int, str]
+    several_calls: bool
+    """Whether one assistant turn may hold more than one tool call."""
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
         """The prompt (PROMPT), up to and with the header of the assistant turn to be sampled."""
@@ -42,7 +54,11 @@ class Renderer(Protocol):
         ...
 
     def turn_ids(self, message: Message) -> tuple[int, ...]:
-        """A demonstration's assistant turn as a policy would sample it, the stop token included."""
+        """A demonstration's assistant turn as a policy would sample it, the stop token included.
+
+        Raises:
+            ValueError: the turn has more calls than the template can write.
+        """
         ...
 
     def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
@@ -62,8 +78,8 @@ class TemplateRenderer:
         name: what error messages call the model.
 
     Raises:
-        ValueError: there is no template, it changes contents or has no end of turn, or the ids differ from those
-            of the native rendering.
+        ValueError: there is no template, it fails, changes contents or has no end of turn, or the ids differ from
+            those of the native rendering.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, name: str) -> None:
@@ -82,7 +98,11 @@ class TemplateRenderer:
         self._control_pattern = re.compile("|".join(re.escape(text) for text in longest_first) or r"(?!)")
         self._content_encoder = _without_control_tokens(tokenizer)
         self.stop_token_ids = (self._end_of_turn(),)
-        self._verify()
+        self.several_calls = True
+        for content in _TRIED_CONTENTS:
+            for tools in ([_TRIED_TOOL], []):
+                self._verify(content, tools, calls=1)
+        self.several_calls = self._follows_several_calls()
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
         if messages:
@@ -106,6 +126,11 @@ class TemplateRenderer:
         ]
 
     def turn_ids(self, message: Message) -> tuple[int, ...]:
+        if len(message.tool_calls) > 1 and not self.several_calls:
+            raise ValueError(
+                f"model {self._name}: its chat template cannot hold the {len(message.tool_calls)} tool calls of one "
+                "turn; give each call a turn of its own"
+            )
         pieces = [(piece, piece not in (OPEN, CLOSE)) for piece in format_calls(message.tool_calls)]
         separator = "\n" if message.content and pieces else ""
         marked = self._encode([(message.content + separator, True), *pieces])
@@ -159,16 +184,29 @@ class TemplateRenderer:
         forged = self._control_pattern.search(json.dumps(specs, ensure_ascii=False))
         if forged:
             raise ValueError(f"a tool description holds the control token {forged[0]!r}; reword it")
-        chat = [_with_placeholder(message, index) for index, message in enumerate(messages)]
-        text = self._tokenizer.apply_chat_template(
-            chat, tools=specs or None, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
-        assert isinstance(text, str)
+        chat = [_with_placeholders(message, index) for index, message in enumerate(messages)]
+        text = self._render(chat, specs, add_generation_prompt=add_generation_prompt)
         parts = _PLACEHOLDER.split(text)
-        found = [int(index) for index in parts[1::2]]
-        if found != list(range(len(messages))):
+        found = [int(number) for number in parts[1::2] if int(number) % 2 == 0]
+        if found != list(range(0, 2 * len(messages), 2)):
             raise ValueError(f"model {self._name}: its chat template drops, repeats or moves message contents")
-        return [(messages[int(part)].content, True) if index % 2 else (part, False) for index, part in enumerate(parts)]
+        values = [value for message in messages for value in (message.content, message.call_id or "")]
+        return [(values[int(part)], True) if index % 2 else (part, False) for index, part in enumerate(parts)]
+
+    def _render(self, chat: list[dict[str, Any]], tools: list[Any], *, add_generation_prompt: bool = True) -> str:
+        """The text that the template makes of a conversation."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                chat, tools=tools or None, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in chat)
+            raise ValueError(
+                f"model {self._name}: its chat template fails on a conversation of {roles}: "
+                f"{' '.join(str(error).split())}; mend chat_template.jinja in the model folder"
+            ) from error
+        assert isinstance(text, str)
+        return text
 
     def _after_turn(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """The pieces that follow the content of an assistant turn when `messages` come next."""
@@ -187,27 +225,26 @@ class TemplateRenderer:
             )
         return ids[0]
 
-    def _verify(self) -> None:
-        """Our ids of a conversation with a tool call must be the ids of the native rendering."""
-        tool = ToolSpec(name="f", description="Does x.", parameters={"type": "object", "properties": {}})
-        call = ToolCall(call_id="call_0", name="f", arguments={"x": "a b", "n": 12})
-        chat = [
-            Message(role="system", content="Be brief."),
-            Message(role="user", content="What is 12?"),
-            Message(role="assistant", tool_calls=(call,)),
-            Message(role="tool", content="12", call_id="call_0"),
-        ]
-        ours = [token for segment in self.opening(chat[:2], [tool]) for token in segment.token_ids]
+    def _follows_several_calls(self) -> bool:
+        """Some templates refuse a turn with two calls, or write them in a way of their own."""
+        try:
+            self._verify(_TRIED_CONTENTS[0], [_TRIED_TOOL], calls=2)
+        except ValueError:
+            return False
+        return True
+
+    def _verify(self, content: str, tools: Sequence[ToolSpec], *, calls: int) -> None:
+        """Our ids of a conversation with tool calls must be the ids of the native rendering.
+
+        Raises:
+            ValueError: they differ; the message shows the first place.
+        """
+        chat = _tried_chat(content, calls)
+        ours = [token for segment in self.opening(chat[:2], tools) for token in segment.token_ids]
         ours += self.turn_ids(chat[2])
         ours += [token for segment in self.bridge(chat[3:], "stop") for token in segment.token_ids]
-        text = self._tokenizer.apply_chat_template(
-            [message.as_openai() for message in chat],
-            tools=[tool.as_openai()],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        assert isinstance(text, str)
-        native = list(self._tokenizer.encode(text, add_special_tokens=False))
+        text = self._render([message.as_openai() for message in chat], [tool.as_openai() for tool in tools])
+        native = list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
         if ours != native:
             where = next(i for i in range(len(ours) + 1) if ours[: i + 1] != native[: i + 1])
             raise ValueError(
@@ -215,6 +252,18 @@ class TemplateRenderer:
                 f"{self._tokenizer.decode(native[where : where + 8])!r}, ours is "
                 f"{self._tokenizer.decode(ours[where : where + 8])!r}"
             )
+
+
+def _tried_chat(content: str, calls: int) -> list[Message]:
+    """A conversation of all roles that says `content` wherever a template could change it."""
+    ids = [f"call_{number}" for number in range(calls)]
+    asked = tuple(ToolCall(call_id=one, name="f", arguments={"x": "a b", "n": 12}) for one in ids)
+    return [
+        Message(role="system", content=content),
+        Message(role="user", content=content),
+        Message(role="assistant", tool_calls=asked),
+        *(Message(role="tool", content=content, call_id=one) for one in ids),
+    ]
 
 
 def _without_control_tokens(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -233,7 +282,12 @@ def _without_control_tokens(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return copy
 
 
-def _with_placeholder(message: Message, index: int) -> dict[str, Any]:
+def _with_placeholders(message: Message, index: int) -> dict[str, Any]:
+    """The message as a template gets it: numbers `2 · index` and `2 · index + 1` for its content and its call id, which
+    may come from a file and must not become control tokens either."""
     if message.tool_calls:
         raise ValueError("an assistant turn with tool calls is sampled or encoded by turn_ids, never rendered")
-    return message.as_openai() | {"content": f"\ue000{index}\ue001"}
+    row = message.as_openai() | {"content": f"\ue000{2 * index}\ue001"}
+    if message.call_id is not None:
+        row["tool_call_id"] = f"\ue000{2 * index + 1}\ue001"
+    return row

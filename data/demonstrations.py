@@ -2,23 +2,27 @@
 assistant turns are trained.
 
 A file is JSONL; each line has `messages` (chat-completions form; an assistant message with `"train": false` is
-context only), `tools` (chat-completions form) and optionally `task_id`.
+context only), `tools` (chat-completions form) and optionally `task_id`. A field that is null is read as absent: tables
+fill up with nulls.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from data.chat import Renderer
 from data.jsonl import plain_json
 from data.rows import SampleBuilder
 from data.types import Segment, Source, TrainingSample
 from envs.types import Message, ToolCall, ToolSpec
+
+T = TypeVar("T")
+_KIND_WORDS = {str: "text", bool: "true or false", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
     """The SFT row of a conversation; ids and boundaries are those that a rollout of it would have.
 
     Raises:
-        ValueError: the conversation has no assistant turn.
+        ValueError: the conversation has no assistant turn, or one that the chat template cannot write.
     """
     messages = demonstration.messages
     assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -71,6 +75,19 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
     return builder.build()
 
 
+def why_dropped(demonstration: Demonstration, renderer: Renderer) -> str | None:
+    """Why a conversation is not trained on, whatever its length; None: it is."""
+    turns = [message for message in demonstration.messages if message.role == "assistant"]
+    if not any(turn.train for turn in turns):
+        return "without a trained turn"
+    if not renderer.several_calls and any(len(turn.tool_calls) > 1 for turn in turns):
+        return "with several calls in a turn, which the chat template cannot write"
+    # The model would learn to spell `<tool_call>` letter by letter, which calls nothing.
+    if any(turn.train and renderer.count_forged(turn.content) for turn in turns):
+        return "with a control token as text in a trained turn (calls belong in tool_calls)"
+    return None
+
+
 def to_samples(
     demonstrations: Iterable[Demonstration], renderer: Renderer, *, max_length: int
 ) -> tuple[list[TrainingSample], DemonstrationReport]:
@@ -83,11 +100,13 @@ def to_samples(
     samples: list[TrainingSample] = []
     report = DemonstrationReport()
     for demonstration in demonstrations:
+        reason = why_dropped(demonstration, renderer)
+        if reason is not None:
+            report.dropped[reason] += 1
+            continue
         sample = to_sample(demonstration, renderer)
         if len(sample) > max_length:
             report.dropped[f"longer than {max_length} tokens"] += 1
-        elif not any(sample.loss_mask):
-            report.dropped["without a trained turn"] += 1
         else:
             samples.append(sample)
             report.kept += 1
@@ -119,54 +138,91 @@ def read_demonstrations(path: Path) -> Iterator[Demonstration]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line cannot be read; the message names file, line and what is wrong.
+        ValueError: a line cannot be read; the message names file, line, field and what is wrong.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                row = plain_json(json.loads(line))
-                yield Demonstration(
-                    task_id=str(row.get("task_id", f"{path.stem}-{number}")),
-                    messages=tuple(_message(message) for message in row["messages"]),
-                    tools=tuple(_tool(tool) for tool in row.get("tools") or ()),
-                )
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
-                reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}, line {number}: not a conversation: {reason}") from error
+                yield _demonstration(plain_json(json.loads(line)), f"{path.stem}-{number}")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not a conversation: {error}") from error
 
 
 def _message_row(message: Message) -> dict[str, Any]:
     return message.as_openai() | ({} if message.train else {"train": False})
 
 
-def _message(row: Mapping[str, Any]) -> Message:
-    content, calls = row.get("content") or "", row.get("tool_calls") or ()
-    if not isinstance(content, str):
-        raise ValueError(f"content must be text, not {type(content).__name__}")
-    return Message(
-        role=row["role"],
-        content=content,
-        tool_calls=tuple(_call(call, index) for index, call in enumerate(calls)),
-        call_id=str(row.get("tool_call_id", "")) if row["role"] == "tool" else None,
-        train=bool(row.get("train", True)),
+def _demonstration(row: Any, default_id: str) -> Demonstration:
+    messages = _field(row, "messages", list)
+    tools = _field(row, "tools", list, [])
+    return Demonstration(
+        task_id=_text_id(row, "task_id", default_id),
+        messages=tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages)),
+        tools=tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)),
     )
 
 
-def _call(row: Mapping[str, Any], index: int) -> ToolCall:
-    function = row["function"]
-    arguments = function["arguments"]
+def _message(row: Any, where: str) -> Message:
+    role: Any = _field(row, "role", str, where=where)
+    calls = _field(row, "tool_calls", list, [], where=where)
+    content = _field(row, "content", str, "", where=where)
+    train = _field(row, "train", bool, True, where=where)
+    tool_calls = tuple(_call(call, f"{where}.tool_calls[{index}]", index) for index, call in enumerate(calls))
+    call_id = _text_id(row, "tool_call_id", "") if role == "tool" else None
+    try:
+        return Message(role=role, content=content, tool_calls=tool_calls, call_id=call_id, train=train)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _call(row: Any, where: str, index: int) -> ToolCall:
+    function = _field(row, "function", dict, where=where)
+    name = _field(function, "name", str, where=f"{where}.function")
+    arguments = function.get("arguments")
     # The wire format holds the arguments as a JSON string, templates want the object: both are accepted.
     if isinstance(arguments, str):
-        arguments = plain_json(json.loads(arguments))
-    if not isinstance(arguments, dict):
-        raise ValueError(f"arguments of call {function['name']!r} are not an object")
-    return ToolCall(call_id=str(row.get("id", f"call_{index}")), name=function["name"], arguments=arguments)
+        try:
+            function = {"arguments": plain_json(json.loads(arguments))}
+        except ValueError as error:
+            raise ValueError(f"{where}.function.arguments: {error}") from error
+    arguments = _field(function, "arguments", dict, where=f"{where}.function")
+    return ToolCall(call_id=_text_id(row, "id", f"call_{index}"), name=name, arguments=arguments)
 
 
-def _tool(row: Mapping[str, Any]) -> ToolSpec:
-    function = row.get("function", row)
+def _tool(row: Any, where: str) -> ToolSpec:
+    function = _field(row, "function", dict, row, where=where)
+    where = where if function is row else f"{where}.function"
     return ToolSpec(
-        name=function["name"],
-        description=function.get("description", ""),
-        parameters=function.get("parameters") or {"type": "object", "properties": {}},
+        name=_field(function, "name", str, where=where),
+        description=_field(function, "description", str, "", where=where),
+        parameters=_field(function, "parameters", dict, {}, where=where) or {"type": "object", "properties": {}},
     )
+
+
+def _field(row: Any, key: str, kind: type[T], default: T | None = None, *, where: str = "") -> T:
+    """A field of a decoded object; without a default it must be there.
+
+    >>> _field({"train": None}, "train", bool, True)
+    True
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where or 'the row'} must be an object, not {_word(row)}")
+    name = f"{where}.{key}" if where else key
+    value = row.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ValueError(f"no {name}")
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {_KIND_WORDS[kind]}, not {_word(value)}")
+    return value
+
+
+def _text_id(row: dict[str, Any], key: str, default: str) -> str:
+    """An id as text; many files number their rows."""
+    value = row.get(key)
+    return default if value is None else str(value)
+
+
+def _word(value: Any) -> str:
+    return _KIND_WORDS.get(type(value), "null" if value is None else f"the number {value}")

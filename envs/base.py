@@ -16,7 +16,11 @@ Split = Literal["train", "heldout"]
 
 
 class Session(Protocol):
-    """One attempt at one task."""
+    """One attempt at one task.
+
+    All attempts share one thread, so a session must not block it: work that takes long and cannot be awaited goes
+    through `asyncio.to_thread`. While it blocks, no other attempt goes on, and no deadline is kept.
+    """
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Run one tool call. Whatever the call got wrong comes back as an error result that says how to
@@ -28,7 +32,9 @@ class Session(Protocol):
         ...
 
     async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
-        """The reward terms of the finished conversation, by name; the reward is their weighted sum."""
+        """The reward terms of the finished conversation, by name: finite numbers that the environment has weighted.
+        The reward is their sum.
+        """
         ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollouts.summary import summarise
-from rollouts.types import TrajectoryGroup
+from rollouts.types import TrajectoryGroup, is_success
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Eva
     counts: dict[str, tuple[int, int]] = {}
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.reward is not None]
-        counts[group.task.task_id] = (sum(reward >= 1.0 for reward in rewards), len(rewards))
+        counts[group.task.task_id] = (sum(is_success(reward) for reward in rewards), len(rewards))
     graded = [(successes, n) for successes, n in counts.values() if n]
     if not graded:
         errors = sorted({t.error or t.stop_reason.value for g in groups for t in g.trajectories})

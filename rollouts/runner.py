@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
+import reprlib
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
 
 from data.chat import Renderer
+from data.jsonl import plain_json
 from data.tool_calls import CallError, ParsedTurn
 from data.types import Completion, SamplingParams, Segment, TokenStream
 from envs.base import Env, Session
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory
+from envs.tools import check_tools
 from envs.types import Message, Task, ToolCall, ToolResult
 from rollouts.config import LimitsConfig
 from rollouts.engine import Engine, EngineError
@@ -42,12 +47,19 @@ class Runner:
     tool_timeout_s: float
     seed: int
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a tool whose schema is none."""
+        check_tools(self.env.tools)
+
     async def run(self, task: Task, *, group_id: str, sibling_index: int) -> Trajectory:
-        """Sample one attempt at `task`. Never raises for what goes wrong inside it, cancellation excepted."""
-        progress = _Progress(trajectory_id=f"{group_id}/{sibling_index}", messages=self.env.opening(task))
+        """Sample one attempt at `task`. Never raises for what goes wrong inside it; Ctrl-C, and being cancelled from
+        outside, go through."""
+        progress = _Progress(trajectory_id=f"{group_id}/{sibling_index}")
+        reward: float | None = None
         reward_terms: dict[str, float] = {}
         error: str | None = None
         try:
+            progress.messages.extend(self.env.opening(task))
             async with await self._start_sandbox(task) as sandbox:
                 session = self.env.session(task, sandbox)
                 clock = asyncio.timeout(self.limits.wall_clock_s)
@@ -58,17 +70,20 @@ class Runner:
                     if not clock.expired():  # somebody else's time-out: a failure like any other
                         raise
                     stop_reason = StopReason.WALL_CLOCK
-                reward_terms = await self._grade(progress, session)
+                terms = await self._grade(progress, session)
+            try:
+                reward, reward_terms = _reward(terms)
+            except ValueError as failure:
+                error = str(failure)
         except SandboxError as failure:
             stop_reason, error = StopReason.SANDBOX_ERROR, str(failure)
         except EngineError as failure:
             stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
-        except Exception:
+        except (Exception, SystemExit, asyncio.CancelledError) as failure:
+            if isinstance(failure, asyncio.CancelledError) and _is_cancelled():
+                raise
             # A fault of ours or of the environment's code: it says nothing about the policy.
             stop_reason, error = StopReason.SANDBOX_ERROR, traceback.format_exc()
-        reward = sum(reward_terms.values()) if reward_terms else None
-        if reward is not None and not math.isfinite(reward):
-            reward, error = None, f"the environment gave the reward {reward}"
         return Trajectory(
             trajectory_id=progress.trajectory_id,
             task_id=task.task_id,
@@ -79,7 +94,7 @@ class Runner:
             stop_reason=stop_reason,
             reward=None if stop_reason.is_infrastructure else reward,
             reward_terms=reward_terms,
-            error=error,
+            error=None if error is None else plain_json(error),
         )
 
     async def _start_sandbox(self, task: Task) -> Sandbox:
@@ -144,15 +159,20 @@ class Runner:
         return completion
 
     async def _call(self, session: Session, call: ToolCall | CallError) -> ToolResult:
-        """The result of one call; the tool runs off the event loop's thread and has a deadline."""
+        """The result of one call, its content as text. The tool runs on the event loop's thread and has a deadline; it
+        cannot be kept while a session blocks that thread."""
         if isinstance(call, CallError):
             return ToolResult(call_id=call.call_id, content=call.text, is_error=True)
         try:
             async with asyncio.timeout(self.tool_timeout_s):
-                return await session.call(call)
+                result = await session.call(call)
+        except SystemExit as error:
+            # It must not reach the edge of this task: asyncio would end the whole loop with it.
+            raise RuntimeError(f"the tool {call.name} asked this process to exit") from error
         except TimeoutError:
             text = f"error: {call.name} gave no result within {self.tool_timeout_s:g} s"
             return ToolResult(call_id=call.call_id, content=text, is_error=True, duration_s=self.tool_timeout_s)
+        return replace(result, content=_as_text(result.content))
 
     def _room(self, progress: _Progress) -> int | StopReason:
         """How many tokens the next turn may have, or why there is no next turn."""
@@ -174,7 +194,7 @@ class _Progress:
     """What a trajectory has so far; it survives whatever ends the conversation."""
 
     trajectory_id: str
-    messages: list[Message]
+    messages: list[Message] = field(default_factory=list)
     stream: TokenStream = field(default_factory=TokenStream)
     turns: list[Turn] = field(default_factory=list)
     sampled_tokens: int = 0
@@ -199,6 +219,47 @@ class _Progress:
             self.messages.append(Message(role="tool", content=result.content, call_id=result.call_id))
         turn = Turn(index=index, message=message, tool_results=tuple(results), generate_s=generate_s, env_s=env_s)
         self.turns.append(turn)
+
+
+def _reward(terms: Mapping[str, float]) -> tuple[float | None, dict[str, float]]:
+    """The reward and its terms; without terms there is no reward.
+
+    Raises:
+        ValueError: a term or their sum is no finite number.
+    """
+    for name, value in terms.items():
+        if not _is_finite(value):
+            raise ValueError(
+                f"the environment gave the reward term {name} = {reprlib.repr(value)}; grade must give finite numbers"
+            )
+    checked = {plain_json(str(name)): float(value) for name, value in terms.items()}
+    try:
+        return (math.fsum(checked.values()) if checked else None), checked
+    except OverflowError as error:
+        raise ValueError("the environment gave reward terms whose sum is not finite") from error
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+
+
+def _as_text(content: object) -> str:
+    """What a tool returned, as a model can read it and a file can hold it; text stays as it is.
+
+    >>> _as_text({"ok": True})
+    '{"ok": true}'
+    """
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    return plain_json(text)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this task; else a `CancelledError` is a tool's own, of a task that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def completion_seed(run_seed: int, completion_id: str) -> int:

@@ -12,7 +12,8 @@ from rollouts.types import Trajectory
 def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means over the trajectories that have a reward (infrastructure failures are only counted).
 
-    `length` is in tokens that the policy sampled; tool tokens never count.
+    `length` is in tokens that the policy sampled; tool tokens never count. A reward term is averaged over the
+    trajectories that have it: an environment may grade tasks of several kinds.
     """
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     results = [result for trajectory in graded for turn in trajectory.turns for result in turn.tool_results]
@@ -26,7 +27,7 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "tools/errors": sum(result.is_error for result in results),
     }
     for name in sorted({name for trajectory in graded for name in trajectory.reward_terms}):
-        row[f"reward/{name}"] = _mean([trajectory.reward_terms[name] for trajectory in graded])
+        row[f"reward/{name}"] = _mean([t.reward_terms[name] for t in graded if name in t.reward_terms])
     stops = Counter(trajectory.stop_reason.value for trajectory in trajectories)
     return row | {f"stop/{reason}": count / len(trajectories) for reason, count in sorted(stops.items())}
 

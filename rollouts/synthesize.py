@@ -4,13 +4,16 @@ full reward are kept."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from data.demonstrations import Demonstration
 from envs.base import Env, Session
 from envs.sandbox.base import SandboxFactory
+from envs.tools import check_tools
 from envs.types import Message, Task
+from rollouts.types import is_success
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,10 @@ async def synthesize(
     """One conversation for each task, in the order of the tasks.
 
     Raises:
+        ValueError: a tool's schema is none.
         SandboxError: a sandbox failed; data that is silently missing rows would be worse than none.
     """
+    check_tools(env.tools)
     places = asyncio.Semaphore(max_concurrent)
 
     async def attempt(task: Task) -> Demonstration | None:
@@ -44,7 +49,7 @@ async def synthesize(
             messages = await _demonstrate(env, task, session, seed=seed, max_turns=max_turns)
             terms = await session.grade(messages)
         on_done()
-        if sum(terms.values()) < 1.0:
+        if not is_success(math.fsum(terms.values())):
             return None
         return Demonstration(task_id=task.task_id, messages=tuple(messages), tools=tuple(env.tools))
 

@@ -69,6 +69,11 @@ class Trajectory:
     error: str | None = None
 
 
+def is_success(reward: float) -> bool:
+    """A reward of 1 or more; the terms of one may sum to 0.9999999999999999."""
+    return reward >= 1.0 - 1e-6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """The trajectories of one task that share a baseline."""

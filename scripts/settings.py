@@ -6,6 +6,7 @@ wins. Unknown keys are refused.
 
 from __future__ import annotations
 
+import difflib
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -13,8 +14,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
-from pydantic import AliasChoices, Field, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    CliToggleFlag,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from rollouts.config import EnvConfig, EvalConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
 from train.config import CheckpointConfig, GrpoConfig, LoraSettings, OptimizerConfig, SftConfig, WandbConfig
@@ -28,7 +36,7 @@ class Settings(BaseSettings):
         frozen=True,
         nested_model_default_partial_update=True,
         cli_avoid_json=True,
-        cli_implicit_flags=True,
+        cli_exit_on_error=False,
         use_attribute_docstrings=True,
         cli_hide_none_type=True,
     )
@@ -84,7 +92,9 @@ class GrpoSettings(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     wandb: WandbConfig = WandbConfig()
-    dry_run: bool = Field(default=False, exclude=True, validation_alias=AliasChoices("dry_run", "dry-run"))
+    dry_run: CliToggleFlag[bool] = Field(
+        default=False, exclude=True, validation_alias=AliasChoices("dry_run", "dry-run")
+    )
     """Resolve the configuration, estimate memory, roll out one task, print its loss mask, and stop."""
 
 
@@ -115,18 +125,19 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
     """The settings of a command: `--config F` first, then what the command line says.
 
     Raises:
-        ValueError: the file is no TOML, or a key is unknown, missing or has a wrong value; it names file and key.
+        ValueError: the file is no TOML, or a key (of the file or the command line) is unknown, missing or has a wrong
+            value; it names file and key.
         FileNotFoundError: there is no such file.
     """
     rest = list(sys.argv[1:] if arguments is None else arguments)
     path, rest = _take_config(rest)
     values = _read_toml(path) if path is not None else {}
-    source = CliSettingsSource[Any](
-        kind,
-        cli_parse_args=rest,
-        cli_prog_name=_program(kind),
-        root_parser=None,
-    )
+    _refuse_unknown_keys(kind, rest)
+    try:
+        source = CliSettingsSource[Any](kind, cli_parse_args=rest, cli_prog_name=_program(kind), root_parser=None)
+    except SettingsError as error:
+        words = str(error).removeprefix("error parsing CLI: ")
+        raise ValueError(f"command line: {words}; --help lists every key") from error
     try:
         return kind(_cli_settings_source=source, **values)  # type: ignore[call-arg]
     except ValidationError as error:
@@ -182,12 +193,37 @@ def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
     return None, arguments
 
 
+def _refuse_unknown_keys(kind: type[Settings], arguments: Sequence[str]) -> None:
+    """The parser would name no key that is like the unknown one."""
+    known = {f"--{key}" for key in _keys(kind)}
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option.startswith("--") and option not in known | {"--help", "--dry-run"}:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"command line: {option}: unknown key; {hint}--help lists every key")
+
+
+def _keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every key of a configuration and its sections, `section.key`."""
+    keys: list[str] = []
+    for name, field in kind.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            keys += _keys(section, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ValueError(f"configuration {path}: this is a folder; name a TOML file in it")
     if not path.exists():
         raise FileNotFoundError(f"configuration {path}: no such file")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"configuration {path}: {error}") from error
 
 

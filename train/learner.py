@@ -18,11 +18,11 @@ from data.types import TrainingSample
 from train.config import GrpoConfig, OptimizerConfig
 from train.lora import adapter_state
 from train.loss import grpo_loss, sample_weights
-from train.model import trained_logprobs
+from train.model import disable_dropout, trained_logprobs
 
 
 class Learner:
-    """The model with its optimizer and schedule.
+    """The model with its optimizer and schedule. Its dropout is switched off.
 
     `temperature` is the sampling temperature: the trainer's logprobs are of the same distribution.
     """
@@ -37,6 +37,7 @@ class Learner:
         temperature: float,
         pad_token_id: int,
     ) -> None:
+        disable_dropout(model)
         self.model = model
         self._accelerator = accelerator
         self._config = config

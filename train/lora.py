@@ -21,7 +21,11 @@ _ADAPTER = "default"
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
     """Put adapters beside all linear layers but the head, and freeze everything else (Hu et al. 2021,
-    arXiv:2106.09685). A rank of 0 leaves the model as it is."""
+    arXiv:2106.09685). A rank of 0 leaves the model as it is.
+
+    Raises:
+        ValueError: the model has no linear layers (GPT-2 has layers of a kind of its own).
+    """
     if settings.rank == 0:
         return model
     targets = [
@@ -29,6 +33,11 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
     ]
+    if not targets:
+        raise ValueError(
+            f"lora: {type(model).__name__} has no nn.Linear layers to put adapters beside; "
+            "set lora.rank to 0 to train all weights"
+        )
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
     inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     return model

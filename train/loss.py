@@ -13,6 +13,9 @@ from data.types import TrainingSample
 
 LossType = Literal["grpo", "dapo"]
 
+MAX_LOG_RATIO = 20.0
+"""A token further than this from what was sampled (nats) gets no gradient: its ratio says nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
@@ -62,7 +65,8 @@ def grpo_loss(
     -2.0
     """
     log_ratio = logprobs - sampled_logprobs
-    ratio = torch.exp(log_ratio)
+    # exp of more overflows float32, and then the gradient is NaN even where the clip takes the token out.
+    ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     unclipped = ratio * advantages
     clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon_high) * advantages
     with torch.no_grad():

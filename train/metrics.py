@@ -7,6 +7,7 @@ checkpoint, since what it has seen cannot be taken back when a killed run contin
 from __future__ import annotations
 
 import json
+import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -26,15 +27,15 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_after] if self._path.exists() else []
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        temporary.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         temporary.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
         self._pending: list[Mapping[str, Any]] = []
         self._run = _start_wandb(folder, wandb_config, config)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add the row of one step; it must have the key `step`."""
-        self._file.write(json.dumps(row) + "\n")
+        """Add the row of one step; it must have the key `step`. A number that is not finite becomes null."""
+        self._file.write(_line(row))
         self._file.flush()
         self._pending.append(row)
 
@@ -55,6 +56,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file; a torn last line is left out."""
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row as JSON, which has no NaN and no infinity."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _start_wandb(folder: Path, settings: WandbConfig, config: Mapping[str, Any]) -> Any:

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.collator import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_CHECK_TOKENS = 16
+_TOLERANCE = {torch.float32: 0.005, torch.bfloat16: 0.1}
+"""Nats, of the mean over a sample's tokens. Rounding stays below a tenth of it; what a pretrained model carries over a
+border, or a cap of its logits, is far above."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -37,18 +42,75 @@ def load_model(path: str, *, dtype: str, device: torch.device) -> PreTrainedMode
     """The model of a folder, in training mode.
 
     Raises:
-        ValueError: the folder is not there or holds no causal language model, or its head does more than
-            a matrix product (its logits could not be had at single positions).
+        ValueError: the folder is not there or holds no causal language model, or the trainer's logprobs would not be
+            the model's (see `check_scoring`).
     """
     _check_folder(path)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path}: no causal language model can be loaded: {_first_line(error)}") from error
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, name, None) not in (None, 1.0):
-            raise ValueError(f"model {path}: {name} is not supported by the trainer's head")
-    return model.to(device).train()
+    model = model.to(device)
+    check_scoring(model, name=path)
+    return model.train()
+
+
+@torch.no_grad()
+def check_scoring(model: PreTrainedModel, *, name: str) -> None:
+    """Score two random samples alone and packed into one row, the way that the trainer does, and compare.
+
+    Packed samples are kept apart by `position_ids` alone, and only attention heeds them: recurrent and convolutional
+    layers carry on across the border. And logits that are more than the head's matrix product (a cap, a scale) could
+    not be had at single positions. The model is left in evaluation mode.
+
+    Raises:
+        ValueError: packed samples see each other, or the model's own logits are others than its head gives.
+    """
+    model.eval()
+    embeddings: Any = model.get_input_embeddings()
+    n = _CHECK_TOKENS
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(embeddings.num_embeddings, (1, 2 * n), generator=generator).to(model.device)
+    hidden = hidden_states(model, token_ids, torch.arange(n, device=model.device).repeat(2)[None])
+    packed, _ = token_logprobs(model, hidden[0, :-1], token_ids[0, 1:], temperature=1.0)
+    packed_gap = own_gap = 0.0
+    for first in (0, n):
+        one = token_ids[:, first : first + n]
+        alone = torch.tensor(score(model, one[0].tolist()), device=model.device)
+        logits = model(input_ids=one, use_cache=False).logits[0, :-1].float()
+        own = torch.log_softmax(logits, dim=-1).gather(-1, one[0, 1:, None])[:, 0]
+        packed_gap = max(packed_gap, (packed[first : first + n - 1] - alone).abs().mean().item())
+        own_gap = max(own_gap, (own - alone).abs().mean().item())
+    tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
+    kind = type(model).__name__
+    if packed_gap > tolerance:
+        raise ValueError(
+            f"model {name}: samples packed into one row see each other in {kind} (their logprobs move by "
+            f"{packed_gap:.2g} nats on average), so it cannot be trained here; take one that keeps them apart by "
+            "position_ids, as Llama and Qwen3 do"
+        )
+    if own_gap > tolerance:
+        raise ValueError(
+            f"model {name}: the logits of {kind} are more than its head's matrix product, a cap or a scale (logprobs "
+            f"differ by {own_gap:.2g} nats on average), so it cannot be trained here; take a model without"
+        )
+
+
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Make training mode compute what evaluation mode does: a policy update compares the trainer's probabilities with
+    those that sampled, and dropout would make every ratio noise. (Evaluation mode itself would switch gradient
+    checkpointing off.)
+
+    Layers keep their rate as `p` or under a name of their own, and some read the configuration each time; a checkpoint
+    therefore says 0 as well.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for owner in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
+            for name, value in list(vars(owner).items()):
+                is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in type(owner).__name__)
+                if is_rate and isinstance(value, float):
+                    setattr(owner, name, 0.0)
 
 
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor) -> Tensor:

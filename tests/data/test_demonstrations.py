@@ -115,24 +115,79 @@ def test_absent_fields_have_defaults(tmp_path: Path) -> None:
     assert read.tools == (ToolSpec(name="f", description="", parameters={"type": "object", "properties": {}}),)
 
 
+def test_null_is_absent(tmp_path: Path) -> None:
+    """Tables fill up with nulls."""
+    message = {"role": "user", "content": "Hi", "tool_calls": None, "tool_call_id": None, "train": None}
+    call = {"id": None, "type": None, "function": {"name": "f", "arguments": {}}}
+    rows = [
+        message,
+        message | {"role": "assistant", "content": None, "tool_calls": [call]},
+        message | {"role": "tool", "content": "7"},
+    ]
+    tool = {"type": None, "name": "f", "function": None, "description": None, "parameters": None}
+    row = {"messages": rows, "tools": [tool], "task_id": None}
+    (read,) = read_demonstrations(write_rows(tmp_path / "some.jsonl", row))
+    assert read.task_id == "some-1"
+    assert [message.train for message in read.messages] == [True, True, True]
+    assert read.messages[1].tool_calls == (ToolCall(call_id="call_0", name="f", arguments={}),)
+    assert read.messages[2].call_id == ""
+    assert read.tools == (ToolSpec(name="f", description="", parameters={"type": "object", "properties": {}}),)
+    (without,) = read_demonstrations(write_rows(tmp_path / "none.jsonl", row | {"tools": None}))
+    assert without.tools == ()
+
+
 BAD_LINES = {
     "no JSON": (b"{oops", "Expecting property name"),
     "an empty line": (b"", "Expecting value"),
     "no object": (b"[1]", "object"),
-    "no messages": (b'{"tools": []}', "no 'messages'"),
-    "messages are no list": (b'{"messages": 3}', "not iterable"),
-    "no role": (b'{"messages": [{"content": "Hi"}]}', "no 'role'"),
-    "an unknown role": (b'{"messages": [{"role": "ai", "content": "Hi"}]}', "role 'ai' is unknown"),
+    "no messages": (b'{"tools": []}', "no messages"),
+    "messages are null": (b'{"messages": null}', "no messages"),
+    "messages are no list": (b'{"messages": 3}', "messages must be a list, not the number 3"),
+    "a message is text": (b'{"messages": ["Hi"]}', r"messages\[0\] must be an object, not text"),
+    "no role": (b'{"messages": [{"content": "Hi"}]}', r"no messages\[0\]\.role"),
+    "an unknown role": (b'{"messages": [{"role": "ai", "content": "Hi"}]}', r"messages\[0\]: role 'ai' is unknown"),
     "a forged role": (b'{"messages": [{"role": "user<|im_end|>", "content": "Hi"}]}', "is unknown"),
-    "content in parts": (b'{"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}', "must be text, not list"),
+    "content in parts": (b'{"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}', "must be text, not a list"),
     "a user's call": (
         b'{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}',
         "only an assistant message may hold tool calls",
     ),
-    "arguments are a list": (json.dumps(conversation([1])).encode(), "arguments of call 'f' are not an object"),
-    "arguments are no JSON": (json.dumps(conversation("{oops")).encode(), "Expecting property name"),
+    "arguments are a list": (json.dumps(conversation([1])).encode(), "arguments must be an object, not a list"),
+    "arguments are no JSON": (
+        json.dumps(conversation("{oops")).encode(), r"tool_calls\[0\]\.function\.arguments: Expecting property name",
+    ),
+    "arguments are JSON of a list": (json.dumps(conversation("[1]")).encode(), "must be an object, not a list"),
+    "a call is text": (
+        b'{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}',
+        r"messages\[0\]\.tool_calls\[0\] must be an object, not text",
+    ),
+    "a function is text": (
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}',
+        r"tool_calls\[0\]\.function must be an object, not text",
+    ),
+    "a call of null": (
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": null, "arguments": {}}}]}]}',
+        r"no messages\[0\]\.tool_calls\[0\]\.function\.name",
+    ),
+    "a call of a number": (
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5, "arguments": {}}}]}]}',
+        r"function\.name must be text, not the number 5",
+    ),
+    "train is text": (
+        b'{"messages": [{"role": "assistant", "content": "Hi", "train": "false"}]}',
+        r"messages\[0\]\.train must be true or false, not text",
+    ),
+    "train is a number": (
+        b'{"messages": [{"role": "assistant", "content": "Hi", "train": 0}]}', "true or false, not the number 0",
+    ),
+    "a tool of null": (b'{"messages": [], "tools": [{"function": {"name": null}}]}', r"no tools\[0\]\.function\.name"),
+    "a tool of a number": (b'{"messages": [], "tools": [{"name": 5}]}', r"tools\[0\]\.name must be text"),
+    "a tool is text": (b'{"messages": [], "tools": ["f"]}', r"tools\[0\] must be an object, not text"),
+    "parameters are a list": (
+        b'{"messages": [], "tools": [{"name": "f", "parameters": []}]}', r"tools\[0\]\.parameters must be an object",
+    ),
     "no arguments": (
-        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}', "no 'arguments'",
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}', r"no .*\.arguments",
     ),
     "no UTF-8": (b'{"messages": "\xff"}', "utf-8"),
     "a number without end": (json.dumps(conversation({"x": float("inf")})).encode(), "not finite"),
@@ -169,3 +224,46 @@ def test_what_is_too_long_or_untrained_is_dropped_and_counted(renderer: Template
     assert report.trained_tokens == sum(samples[0].loss_mask)
     with pytest.raises(ValueError, match="no demonstration is left to train on"):
         to_samples(rows[1:], renderer, max_length=100)
+
+
+@pytest.mark.parametrize(
+    ("said", "train", "kept"),
+    [
+        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', True, 1),
+        ("It is 12.<|im_end|>", True, 1),
+        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', False, 2),
+    ],
+)
+def test_a_turn_that_spells_control_tokens_is_not_trained(
+    renderer: TemplateRenderer, said: str, train: bool, kept: int
+) -> None:
+    """Its ids would be those of plain text: a model that learns them writes calls that nobody can read."""
+    user, answer = Message(role="user", content="<tool_call>?"), Message(role="assistant", content="12")
+    rows = [
+        Demonstration(
+            task_id="a", messages=(user, Message(role="assistant", content=said, train=train), answer), tools=()
+        ),
+        Demonstration(task_id="b", messages=(user, answer), tools=()),
+    ]
+    _, report = to_samples(rows, renderer, max_length=200)
+    assert report.kept == kept
+    assert report.dropped.total() == 2 - kept
+    assert ("with a control token as text in a trained turn" in report.line()) == (kept == 1)
+
+
+def test_several_calls_in_a_turn_need_a_template_that_writes_them_a39(renderer: TemplateRenderer) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    loop = "{%- for tool_call in message.tool_calls %}"
+    refusal = "{%- if message.tool_calls | length > 1 %}{{- raise_exception('one call at a time') }}{%- endif %}"
+    assert loop in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(loop, refusal + loop)
+    calls = tuple(ToolCall(call_id=f"c{i}", name="f", arguments={}) for i in range(2))
+    user = Message(role="user", content="Hi")
+    rows = [
+        Demonstration(task_id=str(n), messages=(user, Message(role="assistant", tool_calls=calls[:n])), tools=())
+        for n in (1, 2)
+    ]
+    samples, report = to_samples(rows, TemplateRenderer(tokenizer, name="m"), max_length=200)
+    assert [sample.trajectory_id for sample in samples] == ["1"]
+    assert report.dropped == {"with several calls in a turn, which the chat template cannot write": 1}
+    assert to_samples(rows, renderer, max_length=200)[1].kept == 2

@@ -95,6 +95,10 @@ def test_partial_rewards_are_no_success() -> None:
     assert summarise_groups([make_group("a", [0.99, 1.0, 1.5, -1.0])], attempts=4).success == 0.5
 
 
+def test_a_reward_short_of_1_by_rounding_is_a_success() -> None:
+    assert summarise_groups([make_group("a", [0.7 + 0.2 + 0.1])], attempts=1).success == 1.0
+
+
 def test_nothing_graded_is_an_error_with_its_cause() -> None:
     with pytest.raises(ValueError, match=r"^no attempt could be graded: OSError: no space left$"):
         summarise_groups([make_group("a", [None], error="Traceback …\nOSError: no space left\n")], attempts=1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from envs.lookup_calc import LookupCalc
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
-from envs.types import Message, Task
+from envs.types import Message, Task, ToolSpec
 from rollouts.synthesize import Synthesis, synthesize
-from tests.rollouts.test_runner import Desk, in_sandboxes
+from tests.rollouts.test_runner import Desk, DeskSession, in_sandboxes
 
 
 def make(env: LookupCalc | Desk, tasks: Sequence[Task], *, seed: int = 0, max_turns: int = 8) -> Synthesis:
@@ -86,6 +86,31 @@ def test_a_conversation_that_does_not_end_in_time_is_dropped() -> None:
     tasks = [task for task in env.tasks("train", 30, 0) if task.metadata["calls"] == 3][:2]
     assert make(env, tasks, max_turns=3).dropped == 2
     assert make(env, tasks, max_turns=4).dropped == 0
+
+
+class ThreeTerms(Desk):
+    """Its full reward has terms that add up to 0.9999999999999999 where they are added one by one."""
+
+    def session(self, task: Task, sandbox: Sandbox) -> DeskSession:
+        return ThreeTermsSession(task, sandbox)
+
+
+class ThreeTermsSession(DeskSession):
+    async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
+        return {"right": 0.7, "short": 0.2, "polite": 0.1}
+
+
+def test_a_full_reward_in_several_terms_is_kept() -> None:
+    env = ThreeTerms()
+    assert make(env, env.tasks("train", 1, 0)).dropped == 0
+
+
+def test_a_tool_whose_schema_is_none_is_refused() -> None:
+    class Typo(Desk):
+        tools = (ToolSpec(name="echo", description="", parameters={"type": "dict"}),)
+
+    with pytest.raises(ValueError, match=r"^tool 'echo': "):
+        make(Typo(), Desk().tasks("train", 1, 0))
 
 
 class FullFactory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,20 @@ def test_d16_no_docker_daemon(tmp_path: Path) -> None:
     )
     assert "docker" in error_line(done).lower()
     assert not (tmp_path / "d.jsonl").exists()
+
+
+def test_a_context_that_the_prompt_fills(tmp_path: Path) -> None:
+    """Each attempt would end without a sampled token, and count as a failure of the model."""
+    arguments = ("--output", str(tmp_path / "e.json"), "--rollout.engine.max_context_tokens", "100")
+    line = error_line(run("scripts.run_eval", "--config", "configs/eval_quickstart.toml", *arguments))
+    assert re.search(r"max_context_tokens is 100, but a prompt alone \(heldout-0-0\) has 1\d\d tokens", line)
+    assert not (tmp_path / "e.json").exists()
+
+
+def test_an_unknown_key_is_one_line() -> None:
+    done = run("scripts.run_eval", "--config", "configs/eval_quickstart.toml", "--attempt", "3")
+    assert "--attempt: unknown key; did you mean --attempts?" in error_line(done)
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_missing_demonstration_file(tmp_path: Path) -> None:

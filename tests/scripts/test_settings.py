@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,14 @@ KINDS: dict[str, type[Settings]] = {
 CONFIGS = sorted(Path("configs").glob("*.toml"))
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`section.key` → value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     settings = load_settings(KINDS[path.name.split("_")[0]], ["--config", str(path)])
@@ -36,14 +45,8 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "qwen3" in path.name], ids=lambda path: path.name)
 def test_the_gpu_configurations_set_every_key(path: Path) -> None:
-    def keys(values: dict[str, object], prefix: str = "") -> set[str]:
-        found: set[str] = set()
-        for key, value in values.items():
-            found |= keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
-        return found
-
     settings = load_settings(KINDS[path.name.split("_")[0]], ["--config", str(path)])
-    assert keys(tomllib.loads(path.read_text())) == keys(resolved(settings))
+    assert flat(tomllib.loads(path.read_text())).keys() == flat(resolved(settings)).keys()
 
 
 def test_the_command_line_wins_over_the_file() -> None:
@@ -78,11 +81,51 @@ def test_a_missing_file_is_named() -> None:
         load_settings(RolloutSettings, ["--config", "none.toml"])
 
 
-def test_an_unknown_option_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        load_settings(DataSettings, ["--config", "configs/data_quickstart.toml", "--env.nam", "x"])
-    assert stop.value.code == 2
-    assert "--env.nam" in capsys.readouterr().err
+def test_a_folder_is_no_configuration() -> None:
+    with pytest.raises(ValueError, match=r"^configuration configs: this is a folder; name a TOML file in it$"):
+        load_settings(RolloutSettings, ["--config", "configs"])
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(b"model = '\xff'")
+    with pytest.raises(ValueError, match=r"^configuration .*c\.toml: .*utf-8"):
+        load_settings(RolloutSettings, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--env.nam", "x"], "--env.nam: unknown key; did you mean --env.name? --help lists every key"),
+        (["--env.nam=x"], "--env.nam: unknown key; did you mean --env.name?"),
+        (["--zzz", "x"], "--zzz: unknown key; --help lists every key"),
+        (["x"], "unrecognized arguments: x; --help lists every key"),
+        (["--seed"], "argument --seed: expected one argument; --help lists every key"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^command line: ") as error:
+        load_settings(DataSettings, ["--config", "configs/data_quickstart.toml", *arguments])
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_is_a_key_like_any_other(value: bool) -> None:
+    arguments = ["--config", "configs/grpo_quickstart.toml", "--grpo.scale_rewards", str(value).lower()]
+    settings = load_settings(GrpoSettings, arguments)
+    assert settings.grpo.scale_rewards is value
+    assert not settings.dry_run
+
+
+def test_every_key_can_be_set() -> None:
+    """The README says so: `--section.key value`, for every key of every configuration."""
+    for path in CONFIGS:
+        kind = KINDS[path.name.split("_")[0]]
+        settings = load_settings(kind, ["--config", str(path)])
+        options = [part for key, value in flat(resolved(settings)).items() for part in (f"--{key}", str(value))]
+        assert load_settings(kind, options) == settings
 
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:

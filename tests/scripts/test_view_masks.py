@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from data.rows import write_samples
+from data.types import Excluded, Source
 from rollouts.record import write_trajectories
-from tests.train.mask_rows import HOSTILE, MODEL, pair, samples
+from rollouts.types import StopReason
+from tests.train.mask_rows import HOSTILE, MODEL, pair, samples, trajectory
+from train.report.masks import KIND_WORDS, totals
 from train.report.sources import file_kind, find_model, load_views
 
 ROOT = MODEL.parents[1]
@@ -63,7 +66,18 @@ def test_a_page_of_trajectories(run: Path, tmp_path: Path) -> None:
     done = view_masks(run / "trajectories" / "step-000004.jsonl", "--html", page)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 rows" in done.stdout
-    assert "the mask is the one that the trainer would make" in page.read_text(encoding="utf-8")
+    assert "without the configuration of a GRPO run beside them" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_trajectories_have_the_mask_of_their_run(run: Path, masked: bool) -> None:
+    path = run / "trajectories" / "step-000004.jsonl"
+    cut = trajectory(1, reward=0.0, stop_reason=StopReason.MAX_TURNS)
+    write_trajectories(path, [trajectory(0), cut])
+    (run / "config.toml").write_text(f"[grpo]\nmask_truncated_completions = {str(masked).lower()}\n")
+    _, view = load_views(path, MODEL, limit=2).views
+    assert totals([view]).excluded == ({Excluded.TRUNCATED: totals([view]).by_source[Source.MODEL]} if masked else {})
+    assert "the mask is the one that the trainer would make" in KIND_WORDS[view.kind]
 
 
 def test_demonstrations_of_a_warm_start(demonstrations: Path) -> None:
@@ -73,6 +87,14 @@ def test_demonstrations_of_a_warm_start(demonstrations: Path) -> None:
     trained = "".join(part.text for token in view.tokens if token.trained for part in token.text)
     assert trained == "The answer is 12.<|im_end|>"
     assert any("kept as context only" in token.why for token in view.tokens)
+
+
+def test_a_demonstration_that_is_dropped_says_so(demonstrations: Path) -> None:
+    row = json.loads(demonstrations.read_text(encoding="utf-8"))
+    row["messages"][-1]["content"] = "<tool_call>{}</tool_call>"
+    demonstrations.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (view,) = load_views(demonstrations, MODEL, limit=1).views
+    assert view.facts["left out of the warm start"].startswith("with a control token as text")
 
 
 def test_the_kind_of_a_file_is_told_by_content(run: Path, demonstrations: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.random_samples import random_samples, tiny_model
 from train.checkpoint import save_checkpoint
@@ -63,3 +64,9 @@ def test_a_checkpoint_is_an_ordinary_model_and_the_run_continues_from_it(tmp_pat
     again = trained()
     again.load_state(torch.load(path / "trainer_state.pt", weights_only=True))
     torch.testing.assert_close(score(again.model.eval(), IDS), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    with pytest.raises(ValueError, match=r"^lora: GPT2LMHeadModel has no nn.Linear layers .*; set lora.rank to 0"):
+        add_lora(model, LoraSettings(rank=4))

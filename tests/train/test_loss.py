@@ -357,3 +357,17 @@ def test_an_infinite_gradient_updates_nothing() -> None:
     with pytest.raises(ValueError, match=r"the gradient norm is .*; nothing was updated"):
         learner.update(learner.pack(huge))
     assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), tiny_model().parameters(), strict=True))
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0])
+def test_a_ratio_out_of_all_bounds_has_a_finite_gradient(advantage: float, log_ratio: float) -> None:
+    """exp(100) is infinite in float32, and infinite times the clip's zero is NaN. The other token trains as ever."""
+    one = torch.ones(2)
+    logprobs = torch.tensor([-1.0 + log_ratio, -1.0], requires_grad=True)
+    terms = grpo_loss(logprobs, -one, advantage * one, one, epsilon=0.2, epsilon_high=0.2)
+    terms.loss.backward()
+    assert torch.isfinite(terms.loss)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0, -advantage]
+    assert terms.logprob_gap_max == 100.0, "the metric shows what the loss does not"

@@ -18,7 +18,7 @@ from rollouts.types import StopReason
 from tests.train.mask_rows import HOSTILE, changed, ids, pair, plain_ids, samples, trajectory, vocabulary
 from train.report.layout import arrange
 from train.report.mask_page import PAGE_LIMITS, render_mask_page
-from train.report.masks import MaskView, sample_view, totals, trajectory_views
+from train.report.masks import KIND_WORDS, MaskView, sample_view, totals, trajectory_views
 from train.report.terminal import print_masks
 from train.report.token_text import visible
 
@@ -166,16 +166,27 @@ def test_a_trained_tool_token_and_a_missing_reason_are_faults() -> None:
 
 
 def test_trajectories_show_the_mask_that_the_trainer_would_make() -> None:
-    good, bad = trajectory_views(pair(), vocabulary())
+    good, bad = trajectory_views(pair(), vocabulary(), mask_truncated=True)
     assert [token.trained for token in good.tokens] == list(samples(pair())[0].loss_mask)
     assert good.facts["reward"] == "1"
     assert bad.facts["ended by"] == "final answer"
     assert all(token.advantage is None for token in good.tokens)
-    dead = trajectory_views([trajectory(0), trajectory(1)], vocabulary())
+    dead = trajectory_views([trajectory(0), trajectory(1)], vocabulary(), mask_truncated=True)
     assert totals(dead).trained == 0
     assert set(totals(dead).excluded) == {Excluded.DEAD_GROUP}
     # One attempt alone has no siblings that could make its group dead.
-    assert totals(trajectory_views([trajectory(0)], vocabulary())).trained > 0
+    assert totals(trajectory_views([trajectory(0)], vocabulary(), mask_truncated=True)).trained > 0
+
+
+@pytest.mark.parametrize("mask_truncated", [True, False, None])
+def test_trajectories_that_a_limit_cut_are_shown_as_the_run_treats_them(mask_truncated: bool | None) -> None:
+    cut = trajectory(1, reward=0.0, stop_reason=StopReason.MAX_TURNS)
+    view = trajectory_views([trajectory(0), cut], vocabulary(), mask_truncated=mask_truncated)[1]
+    assert (totals([view]).trained > 0) == (mask_truncated is False)
+    assert ("default" in KIND_WORDS[view.kind]) == (mask_truncated is None)
+    assert any(token.why == "would be trained: the policy sampled it" for token in view.tokens) == any(
+        token.trained for token in view.tokens
+    )
 
 
 def test_targets_are_trained_in_a_warm_start_only() -> None:

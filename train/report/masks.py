@@ -18,11 +18,13 @@ from rollouts.types import Trajectory, TrajectoryGroup
 from train.advantages import group_advantages
 from train.report.token_text import Part, Shown, Vocabulary
 
-Kind = Literal["packed", "trajectory", "sft"]
+Kind = Literal["packed", "trajectory", "trajectory_without_run", "sft"]
 
 KIND_WORDS: Mapping[Kind, str] = {
     "packed": "Rows that the trainer packed: the mask is the one that was trained with.",
     "trajectory": "Trajectories before packing: the mask is the one that the trainer would make of them.",
+    "trajectory_without_run": "Trajectories without the configuration of a GRPO run beside them: the mask is the one "
+    "that a trainer would make of them with mask_truncated_completions = true, which is the default.",
     "sft": "Demonstrations of a warm start: only their own assistant turns are trained.",
 }
 SOURCE_WORDS: Mapping[Source, str] = {
@@ -133,12 +135,16 @@ def sample_view(
     )
 
 
-def trajectory_views(trajectories: Sequence[Trajectory], vocabulary: Vocabulary) -> list[MaskView]:
+def trajectory_views(
+    trajectories: Sequence[Trajectory], vocabulary: Vocabulary, *, mask_truncated: bool | None
+) -> list[MaskView]:
     """Trajectories with the mask that the trainer would make: the same function makes both.
 
+    `mask_truncated`: the run's `grpo.mask_truncated_completions`; None: not known, which the kind of the views says.
     Siblings are found by their group; where they all earned the same, the group is shown as dead. One attempt alone
     (an evaluation, a trial) is shown as if its group were alive.
     """
+    kind: Kind = "trajectory_without_run" if mask_truncated is None else "trajectory"
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -154,10 +160,10 @@ def trajectory_views(trajectories: Sequence[Trajectory], vocabulary: Vocabulary)
         )
         task = Task(task_id=siblings[0].task_id, prompt="")
         group = TrajectoryGroup(group_id=group_id, task=task, trajectories=tuple(siblings))
-        samples = iter(group_samples(group, advantages, mask_truncated=True))
+        samples = iter(group_samples(group, advantages, mask_truncated=mask_truncated is not False))
         for sibling in siblings:
             views[sibling.trajectory_id] = [
-                sample_view(next(samples), vocabulary, kind="trajectory", trajectory=sibling) for _ in sibling.streams
+                sample_view(next(samples), vocabulary, kind=kind, trajectory=sibling) for _ in sibling.streams
             ]
     return [view for trajectory in trajectories for view in views.pop(trajectory.trajectory_id, [])]
 
@@ -213,7 +219,7 @@ def _why(sample: TrainingSample, index: int, kind: Kind) -> tuple[str, bool]:
         return f"FAULT: trained, although it is to be left out ({excluded.value})", True
     if trained and source is Source.TARGET:
         return "trained: the demonstration's own words", False
-    if trained and kind == "trajectory":
+    if trained and kind in ("trajectory", "trajectory_without_run"):
         return "would be trained: the policy sampled it", False
     if trained:
         return f"trained with advantage {sample.advantages[index]:+.3f}: the policy sampled it", False

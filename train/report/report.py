@@ -11,7 +11,7 @@ from typing import Any
 from data.jsonl import read_lines
 from data.rows import SAMPLE
 from data.types import TrainingSample
-from rollouts.types import Trajectory
+from rollouts.types import Trajectory, is_success
 from train.report.evaluations import EvaluationFile, paired_difference
 from train.report.figures import evaluation_figure, grpo_figures, sft_figures
 from train.report.mask_page import mask_values
@@ -173,5 +173,5 @@ def choose_pair(samples: Sequence[TrainingSample], known: dict[str, Trajectory])
 def _succeeded(sample: TrainingSample, trajectory: Trajectory | None) -> bool:
     """By reward where it is known, else by the sign of the advantage."""
     if trajectory is not None and trajectory.reward is not None:
-        return trajectory.reward >= 1.0
+        return is_success(trajectory.reward)
     return max(sample.advantages, key=abs) > 0

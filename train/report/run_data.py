@@ -96,7 +96,8 @@ def load_run(folder: Path) -> RunData:
         if path.is_file()
     }
     demonstrations = sorted((folder / "data").glob("*.jsonl"))
-    max_steps = _planned_steps(grpo_folder)
+    planned = grpo_setting(grpo_folder, "max_steps") if grpo_folder is not None else None
+    max_steps = planned if isinstance(planned, int) else None
     notes = [*reader.notes, *_missing(evaluations, sft, grpo, grpo_folder, max_steps)]
     return RunData(
         name=folder.resolve().name,
@@ -142,6 +143,18 @@ def keys_under(rows: Sequence[Row], prefix: str) -> list[str]:
     return sorted(sums, key=lambda key: -sums[key])
 
 
+def grpo_setting(folder: Path, key: str) -> Any:
+    """A key of `[grpo]` in the configuration of a GRPO run; None where it cannot be had."""
+    try:
+        if (folder / "config.toml").is_file():
+            config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        else:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config["grpo"][key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _training_folders(folder: Path) -> tuple[Path | None, Path | None]:
     """The folders of the GRPO run and of the SFT run."""
     grpo = folder / "grpo" if (folder / "grpo").is_dir() else None
@@ -153,19 +166,6 @@ def _training_folders(folder: Path) -> tuple[Path | None, Path | None]:
         else:
             sft = sft or folder
     return grpo, sft
-
-
-def _planned_steps(folder: Path | None) -> int | None:
-    if folder is None:
-        return None
-    try:
-        if (folder / "config.toml").is_file():
-            config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        else:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return int(config["grpo"]["max_steps"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _missing(

@@ -6,7 +6,7 @@ A file is told by its content: packed samples, trajectories, or demonstrations o
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from data.types import Source, TrainingSample
 from rollouts.record import read_trajectories
 from rollouts.types import Trajectory
 from train.report.masks import Kind, MaskView, sample_view, trajectory_views
+from train.report.run_data import grpo_setting
 from train.report.token_text import Vocabulary
 
 FileKind = Literal["samples", "trajectories", "demonstrations"]
@@ -119,7 +120,7 @@ def load_views(path: Path, model: Path | None, *, limit: int) -> Loaded:
     if kind == "trajectories":
         # All of them are needed: whether a group is dead is known from its siblings.
         trajectories = list(read_trajectories(path))
-        views = trajectory_views(trajectories, vocabulary)[:limit]
+        views = trajectory_views(trajectories, vocabulary, mask_truncated=_mask_truncated(path))[:limit]
         return Loaded(kind=kind, views=views, rows=len(trajectories))
     return _load_demonstrations(path, model, vocabulary, limit)
 
@@ -132,6 +133,12 @@ def trajectories_beside(samples: Path) -> dict[str, Trajectory]:
     return {trajectory.trajectory_id: trajectory for trajectory in read_trajectories(path)}
 
 
+def _mask_truncated(trajectories: Path) -> bool | None:
+    """What the run whose folder holds `trajectories/` does with attempts that a limit cut; None: not known."""
+    value = grpo_setting(trajectories.resolve().parent.parent, "mask_truncated_completions")
+    return value if isinstance(value, bool) else None
+
+
 def _row_kind(row: TrainingSample) -> Kind:
     """Rows of a warm start have nothing that was sampled."""
     return "sft" if Source.TARGET in row.source and Source.MODEL not in row.source else "packed"
@@ -142,9 +149,13 @@ def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit:
     from transformers import AutoTokenizer
 
     from data.chat import TemplateRenderer
-    from data.demonstrations import read_demonstrations, to_sample
+    from data.demonstrations import read_demonstrations, to_sample, why_dropped
 
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(model, local_files_only=True), name=str(model))
     rows = list(read_demonstrations(path))
-    views = [sample_view(to_sample(row, renderer), vocabulary, kind="sft") for row in rows[:limit]]
+    views = []
+    for row in rows[:limit]:
+        view = sample_view(to_sample(row, renderer), vocabulary, kind="sft")
+        reason = why_dropped(row, renderer)
+        views.append(replace(view, facts={"left out of the warm start": reason}) if reason else view)
     return Loaded(kind="demonstrations", views=views, rows=len(rows))

@@ -1,0 +1,39 @@
+"""The metrics file: every line is JSON that any reader takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from train.config import WandbConfig
+from train.metrics import MetricsLog, read_metrics
+
+
+def open_log(folder: Path, start_after: int) -> MetricsLog:
+    return MetricsLog(folder, start_after=start_after, wandb_config=WandbConfig(mode="disabled"), config={})
+
+
+def strict_rows(path: Path) -> list[Any]:
+    """The rows, read by a reader that refuses NaN and Infinity, which are not JSON."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    log = open_log(tmp_path, 0)
+    log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "entropy": 0.5})
+    log.close()
+    rows = [{"step": 1, "loss": None, "grad_norm": None, "entropy": 0.5}]
+    assert strict_rows(tmp_path / "metrics.jsonl") == rows
+    assert read_metrics(tmp_path / "metrics.jsonl") == rows
+
+
+def test_rows_that_are_kept_are_null_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
+    open_log(tmp_path, 1).close()
+    assert strict_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None}]
