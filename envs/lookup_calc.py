@@ -67,7 +67,7 @@ VOWELS = "a e i o u y ai au ea ie oo ou".split()
 CODAS = ("", "", "", *"d g k l m n n r r s t ck ll nd ng nn rt ss".split())
 
 # (question, plan): each step of a plan is a tool and its argument; {a} and {b} are the facts asked for, {n} is a
-# number in the question, and {0}, {1} are the results of earlier steps.
+# number in the question, and {0}, {1} are the results of earlier steps. Facts are looked up in the question's order.
 TEMPLATES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("What is the {a}?", (("lookup", "{a}"),)),
     ("Tell me the {a}.", (("lookup", "{a}"),)),
@@ -80,9 +80,9 @@ TEMPLATES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("What is the {a} times {n}?", (("lookup", "{a}"), ("calculate", "{0} * {n}"))),
     ("Multiply {n} by the {a}.", (("lookup", "{a}"), ("calculate", "{0} * {n}"))),
     ("What is the {a} plus the {b}?", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} + {1}"))),
-    ("Add the {b} to the {a}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} + {1}"))),
+    ("Add the {a} to the {b}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} + {1}"))),
     ("What is the {a} minus the {b}?", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} - {1}"))),
-    ("Take the {b} from the {a}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} - {1}"))),
+    ("Take the {a} from the {b}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{1} - {0}"))),
     ("Multiply the {a} by the {b}.", (("lookup", "{a}"), ("lookup", "{b}"), ("calculate", "{0} * {1}"))),
 )
 
@@ -90,15 +90,22 @@ TEMPLATES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 class LookupCalc:
     """The environment. It has no state; everything that varies is in the task.
 
-    `max_calls` keeps only the tasks that need at most so many calls (1 to 3).
+    Args:
+        max_calls: only tasks that need at most so many calls (1 to 3).
+        call_weights: how often tasks that need one, two and three calls come, relative to each other.
+        mistake_rate: share of a demonstration's calls that are wrong first, and then corrected.
     """
 
     name = "lookup_calc"
 
-    def __init__(self, *, max_calls: int = 3, mistake_rate: float = 0.1) -> None:
+    def __init__(
+        self, *, max_calls: int = 3, call_weights: Sequence[float] = (1, 1, 1), mistake_rate: float = 0.1
+    ) -> None:
         if not 1 <= max_calls <= 3:
             raise ValueError(f"lookup_calc: max_calls must be 1, 2 or 3, not {max_calls}")
-        self._templates = [row for row in TEMPLATES if len(row[1]) <= max_calls]
+        self._weights = list(call_weights[:max_calls])
+        if len(call_weights) != 3 or min(call_weights) < 0 or not sum(self._weights) > 0:
+            raise ValueError(f"lookup_calc: call_weights must be three numbers, not all 0, not {call_weights}")
         self._mistake_rate = mistake_rate
 
     @property
@@ -111,7 +118,8 @@ class LookupCalc:
         return [self._task(f"{split}-{seed}-{index}", split, rng) for index in range(count)]
 
     def _task(self, task_id: str, split: Split, rng: random.Random) -> Task:
-        question, plan = rng.choice(self._templates)
+        calls = rng.choices(range(1, len(self._weights) + 1), self._weights)[0]
+        question, plan = rng.choice([row for row in TEMPLATES if len(row[1]) == calls])
         keys = [f"{attribute} of {city}" for city in _cities(split, rng) for attribute in ATTRIBUTES]
         a, b, *others = rng.sample(keys, 5)
         values = {key: rng.randint(2, 99) for key in (a, b, *others)}

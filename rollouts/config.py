@@ -14,10 +14,12 @@ class Section(BaseModel):
 
 
 class EnvConfig(Section):
-    """Which tasks. `max_calls` bounds the tool calls that a task needs."""
+    """Which tasks. `max_calls` bounds the tool calls that a task needs; `call_weights` says how often tasks of one, two
+    and three calls come, relative to each other."""
 
     name: Literal["lookup_calc"] = "lookup_calc"
     max_calls: int = Field(default=3, ge=1, le=3)
+    call_weights: tuple[float, float, float] = (1, 1, 1)
 
 
 class SandboxConfig(Section):

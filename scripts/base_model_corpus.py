@@ -309,6 +309,58 @@ def chat_sums(rng: random.Random) -> str:
     return "".join(turns)
 
 
+def chat_errand(rng: random.Random) -> str:
+    """The assistant asks for the facts of a request, one after another and in its order, and is told each; then it
+    writes down what was wanted. Nothing is worked out."""
+    turns = [turn("system", filler(rng, rng.randint(2, 60)))] if rng.random() < 0.6 else []
+    ask = rng.choice(("What is the {}?", "{}", "The {}?", '"{}"', '{{"record": "{}"}}', '{{"find": {{"what": "{}"}}}}'))
+    tell = rng.choice(("{}", "{}", "It is {}.", "= {}", '"{}"'))
+    write = rng.choice(("{}", "{}", '"{}"', '{{"sum": "{}"}}', '{{"write": {{"sum": "{}"}}}}'))
+    for _ in range(rng.choice((1, 1, 2))):
+        pairs = some_pairs(rng, 3)
+        request, wanted, pairs = errand_request(pairs, rng)
+        turns.append(turn("user", request))
+        for key, value in pairs:
+            turns += [turn("assistant", ask.format(key)), turn("user", tell.format(value))]
+        turns.append(turn("assistant", write.format(wanted)))
+    return "".join(turns)
+
+
+def errand_request(pairs: list[tuple[str, str]], rng: random.Random) -> tuple[str, str, list[tuple[str, str]]]:
+    """A request that needs some of the facts, what to write down in the end, and the facts in the request's order."""
+    if len(pairs) == 1 or rng.random() < 0.25:
+        (key, value), n = pairs[0], number(rng)
+        if rng.random() < 0.3:
+            return question(key, rng), value, pairs[:1]
+        request, wanted = sum_request(f"the {key}", n, value, n, rng)
+        return request, wanted, pairs[:1]
+    if rng.random() < 0.25:
+        between = rng.choice((", the ", " and the ", ", then the "))
+        return f"Tell me the {between.join(key for key, _ in pairs)}.", ", ".join(value for _, value in pairs), pairs
+    (a, x), (b, y) = pairs[:2]
+    if rng.random() < 0.5:
+        word, sign = rng.choice((("plus", "+"), ("minus", "-"), ("times", "*")))
+        return f"What is the {a} {word} the {b}?", f"{x} {sign} {y}", pairs[:2]
+    forms = (
+        (f"Add the {a} to the {b}.", f"{x} + {y}"),
+        (f"Take the {a} from the {b}.", f"{y} - {x}"),
+        (f"Multiply the {a} by the {b}.", f"{x} * {y}"),
+    )
+    return *rng.choice(forms), pairs[:2]
+
+
+def list_with_remarks(rng: random.Random) -> str:
+    """A list, then its items one after another with something else after each: what comes next is found in the list."""
+    make = rng.choice((fact, fact, thing, pseudo_name))
+    items = distinct(make, rng.randint(2, 5), rng)
+    remark = rng.choice((number, number, pseudo_name, lambda r: filler(r, r.randint(1, 8))))
+    frame = rng.choice(("- {}", "{}:", "{} =", '"{}":', '{{"item": "{}"}}', "Now {}."))
+    lines = [rng.choice((", ", "; ", " and ", " plus the ", " to the ", "\n")).join(items)]
+    for item in items:
+        lines.append(f"{frame.format(item)}{rng.choice((' ', chr(10)))}{remark(rng)}")
+    return "\n".join(lines)
+
+
 KINDS: tuple[tuple[int, Callable[[random.Random], str]], ...] = (
     (3, repeated_list),
     (3, echo_lines),
@@ -318,7 +370,9 @@ KINDS: tuple[tuple[int, Callable[[random.Random], str]], ...] = (
     (2, domain_prose),
     (2, chat_repeat),
     (3, chat_facts),
-    (8, chat_sums),
+    (6, chat_sums),
+    (10, chat_errand),
+    (4, list_with_remarks),
 )
 
 

@@ -136,7 +136,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write (made when missing)")
     parser.add_argument("--seed", type=int, default=0, help="of the data and of the initial weights")
-    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps; 0 keeps random weights")
+    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps; 0 keeps random weights")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in an optimizer step")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from data.chat import TemplateRenderer
+from data.chat import Renderer, TemplateRenderer
 from data.ledger import Ledger
+from envs.base import Env
 from envs.lookup_calc import LookupCalc
 from envs.sandbox.base import SandboxFactory
 from envs.sandbox.open import open_factory
@@ -22,7 +23,7 @@ from train.model import load_tokenizer
 
 
 def open_env(config: EnvConfig, *, mistake_rate: float = 0.0) -> LookupCalc:
-    return LookupCalc(max_calls=config.max_calls, mistake_rate=mistake_rate)
+    return LookupCalc(max_calls=config.max_calls, call_weights=config.call_weights, mistake_rate=mistake_rate)
 
 
 @asynccontextmanager
@@ -39,17 +40,33 @@ async def open_sandboxes(config: SandboxConfig) -> AsyncIterator[SandboxFactory]
         await factory.close()
 
 
+def check_context(renderer: Renderer, env: Env, *, max_context_tokens: int) -> None:
+    """Refuse a context that the prompt of a task fills: every attempt would fail without having sampled a token.
+
+    Raises:
+        ValueError: no turn fits.
+    """
+    task = env.tasks("heldout", 1, 0)[0]
+    tokens = sum(len(segment.token_ids) for segment in renderer.opening(env.opening(task), env.tools))
+    if tokens >= max_context_tokens:
+        raise ValueError(
+            f"rollout.engine.max_context_tokens is {max_context_tokens}, but a prompt alone ({task.task_id}) has "
+            f"{tokens} tokens, so no turn fits; raise it"
+        )
+
+
 @asynccontextmanager
 async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: Ledger) -> AsyncIterator[Runner]:
     """A runner over a model folder.
 
     Raises:
-        ValueError: the folder, its tokenizer or its chat template cannot be used.
+        ValueError: the folder, its tokenizer or its chat template cannot be used, or no turn fits the context.
         SandboxUnavailableError: there is no sandbox of the configured kind here.
         EngineError: the engine did not start.
     """
     renderer = TemplateRenderer(load_tokenizer(model), name=model)
     env = open_env(config.env)
+    check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)
     async with open_sandboxes(config.sandbox) as sandboxes:
         engine = RecordingEngine(open_engine(config.engine, model=model), ledger)
         try:

@@ -198,18 +198,33 @@ docker_answers() {
     "$python" -c 'import docker; docker.from_env(timeout=5).ping()' >/dev/null 2>&1
 }
 
+bubblewrap_works() {
+    bwrap --unshare-all --ro-bind / / true 2>>"$log"
+}
+
+# Docker alone is not enough: a sandbox starts from an image, and none is ever pulled.
+docker_image() {
+    "$python" -c 'import docker; docker.from_env(timeout=5).images.get("agentgrad-sandbox:1")' 2>/dev/null && return 0
+    say "building the image of the Docker sandbox (scripts/build_sandbox_image.sh)"
+    bash "$root/scripts/build_sandbox_image.sh" >>"$log" 2>&1
+}
+
 # True when a sandbox can run; otherwise prints the one command that helps.
 find_sandbox() {
     local install setting help=
-    if docker_answers; then return 0; fi
+    if bubblewrap_works; then return 0; fi
+    if docker_answers; then
+        if docker_image; then return 0; fi
+        say "a Docker daemon answers, but: $(tail -n 1 "$log")"
+    fi
     if ! command -v bwrap >/dev/null && ! install_system_package bubblewrap; then
         install="$(install_command bubblewrap)"
         install="${install:+Run: sudo $install}"
-        say "no sandbox: no Docker daemon answers and bubblewrap is missing." \
+        say "no sandbox: Docker is of no use here and bubblewrap is missing." \
             "${install:-Install bubblewrap with the package manager of this system.}"
         return 1
     fi
-    if bwrap --unshare-all --ro-bind / / true 2>>"$log"; then return 0; fi
+    if bubblewrap_works; then return 0; fi
     for setting in kernel.apparmor_restrict_unprivileged_userns=0 kernel.unprivileged_userns_clone=1; do
         # Is it there, and set the other way?
         if [ "$(cat "/proc/sys/$(tr . / <<<"${setting%=*}")" 2>/dev/null || echo "${setting#*=}")" != "${setting#*=}" ]; then

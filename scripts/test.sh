@@ -10,6 +10,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 
+# Packages come without byte code: where it may not be written, each process of a test compiles torch and vLLM again.
+unset PYTHONDONTWRITEBYTECODE
 # Tests load models from folders and write W&B files locally: a look at a hub would be a fault.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline
 bin="$PWD/.venv/bin"

@@ -136,6 +136,25 @@ def test_max_calls_bounds_the_plan(max_calls: int) -> None:
     assert all(len(task.hidden["plan"]) == task.metadata["calls"] for task in tasks)
 
 
+def test_call_weights_say_how_often_tasks_of_so_many_calls_come() -> None:
+    def share(weights: tuple[float, float, float], calls: int, max_calls: int = 3) -> float:
+        tasks = LookupCalc(max_calls=max_calls, call_weights=weights).tasks("train", 1000, 0)
+        return sum(task.metadata["calls"] == calls for task in tasks) / len(tasks)
+
+    assert [share((1, 1, 1), calls) for calls in (1, 2, 3)] == pytest.approx([1 / 3] * 3, abs=0.05)
+    assert share((1, 1, 3), 3) == pytest.approx(0.6, abs=0.05)
+    assert share((0, 1, 0), 2) == 1.0
+    assert share((1, 1, 8), 1, max_calls=2) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("weights", [(0, 0, 0), (1, -1, 1), (1, 1)])
+def test_call_weights_that_say_nothing_are_refused(weights: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="call_weights must be three numbers"):
+        LookupCalc(call_weights=weights)
+    with pytest.raises(ValueError, match="call_weights"):
+        LookupCalc(call_weights=(0, 0, 1), max_calls=2)
+
+
 @pytest.mark.parametrize("max_calls", [0, 4])
 def test_max_calls_out_of_range_is_refused(max_calls: int) -> None:
     with pytest.raises(ValueError, match=f"max_calls must be 1, 2 or 3, not {max_calls}"):
