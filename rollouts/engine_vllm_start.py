@@ -163,6 +163,9 @@ def _build(model_path: Path, max_context_tokens: int, options: VllmOptions, isol
         max_model_len=max_context_tokens,
         max_num_seqs=options.max_concurrent,
         enforce_eager=on_cpu,
+        # Only full blocks are cached. With the CPU's default of 128 each turn computes up to 127 known tokens again: an
+        # evaluation took 27 s of sampling, and takes 22.
+        block_size=32 if on_cpu else None,
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=True,
