@@ -93,7 +93,8 @@ class LookupCalc:
     Args:
         max_calls: only tasks that need at most so many calls (1 to 3).
         call_weights: how often tasks that need one, two and three calls come, relative to each other.
-        mistake_rate: share of a demonstration's calls that are wrong first, and then corrected.
+        mistake_rate: share of a demonstration's calls that are wrong: a wrong key is corrected after its error, a wrong
+            sum earns no reward.
     """
 
     name = "lookup_calc"

@@ -220,7 +220,7 @@ find_sandbox() {
     if ! command -v bwrap >/dev/null && ! install_system_package bubblewrap; then
         install="$(install_command bubblewrap)"
         install="${install:+Run: sudo $install}"
-        say "no sandbox: Docker is of no use here and bubblewrap is missing." \
+        say "no sandbox: Docker cannot be used here and bubblewrap is missing." \
             "${install:-Install bubblewrap with the package manager of this system.}"
         return 1
     fi
