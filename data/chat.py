@@ -12,15 +12,17 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
 
 from data.tool_calls import CLOSE, OPEN, ParsedTurn, format_calls, parse_turn
 from data.types import FinishReason, Segment, Source
 from envs.types import Message, ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Placeholders are private-use characters around a number: no template holds them, and no trimming removes them.
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")

@@ -8,7 +8,7 @@ from pathlib import Path
 from data.demonstrations import write_demonstrations
 from rollouts.synthesize import synthesize
 from scripts.console import progress, run_main
-from scripts.open_rollouts import open_env, open_sandboxes
+from scripts.open_env import open_env, open_sandboxes
 from scripts.settings import DataSettings, load_settings
 
 

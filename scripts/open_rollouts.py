@@ -8,36 +8,16 @@ from contextlib import asynccontextmanager
 from data.chat import Renderer, TemplateRenderer
 from data.ledger import Ledger
 from envs.base import Env
-from envs.lookup_calc import LookupCalc
-from envs.sandbox.base import SandboxFactory
-from envs.sandbox.open import open_factory
-from rollouts.config import EnvConfig, RolloutConfig, SandboxConfig
+from rollouts.config import RolloutConfig
 from rollouts.engine import RecordingEngine
 from rollouts.group import sample_groups
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
 from rollouts.types import TrajectoryGroup
 from scripts.console import progress
+from scripts.open_env import open_env, open_sandboxes
 from scripts.settings import EvalSettings
 from train.model import load_tokenizer
-
-
-def open_env(config: EnvConfig, *, mistake_rate: float = 0.0) -> LookupCalc:
-    return LookupCalc(max_calls=config.max_calls, call_weights=config.call_weights, mistake_rate=mistake_rate)
-
-
-@asynccontextmanager
-async def open_sandboxes(config: SandboxConfig) -> AsyncIterator[SandboxFactory]:
-    """Sandboxes of the configured kind; all of them are gone at the end.
-
-    Raises:
-        SandboxUnavailableError: there is none of this kind here.
-    """
-    factory = await open_factory(config.backend, image=config.image)
-    try:
-        yield factory
-    finally:
-        await factory.close()
 
 
 def check_context(renderer: Renderer, env: Env, *, max_context_tokens: int) -> None:

@@ -16,7 +16,8 @@ from data.ledger import Ledger
 from rollouts.runner import Runner
 from scripts.console import progress, run_main
 from scripts.dry_run import dry_run
-from scripts.open_rollouts import open_env, open_runner
+from scripts.open_env import open_env
+from scripts.open_rollouts import open_runner
 from scripts.settings import GrpoSettings, load_settings, resolved, save_resolved
 from train.checkpoint import latest_checkpoint, load_state
 from train.grpo import GrpoRun, Sampling, check_sizes

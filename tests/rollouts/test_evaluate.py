@@ -16,7 +16,7 @@ from rollouts.evaluate import pass_at_k, pass_hat_k, summarise_groups
 from rollouts.group import sample_groups
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 from tests.data.test_types import no_clock
-from tests.rollouts.test_runner import Desk, in_sandboxes, make_runner, say
+from tests.rollouts.desk import Desk, in_sandboxes, make_runner, say
 
 
 @st.composite

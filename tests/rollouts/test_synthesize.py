@@ -10,7 +10,7 @@ from envs.lookup_calc import LookupCalc
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
 from envs.types import Message, Task, ToolSpec
 from rollouts.synthesize import Synthesis, synthesize
-from tests.rollouts.test_runner import Desk, DeskSession, in_sandboxes
+from tests.rollouts.desk import Desk, DeskSession, in_sandboxes
 
 
 def make(env: LookupCalc | Desk, tasks: Sequence[Task], *, seed: int = 0, max_turns: int = 8) -> Synthesis:
