@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from data.gate import GateError
 from data.types import TrainingSample
 
 
@@ -91,6 +92,31 @@ def unpack(batch: MicroBatch) -> list[TrainingSample]:
             )
         )
     return samples
+
+
+def check_layout(batch: MicroBatch) -> None:
+    """The gate's part that only the tensors show: what lies outside the samples, and what keeps them apart.
+
+    Raises:
+        GateError: a token of the padding is trained, samples could see each other, or a loss weight is wrong.
+    """
+    positions = torch.zeros_like(batch.position_ids)
+    filled = torch.zeros_like(batch.loss_mask)
+    ends = [0] * len(positions)
+    for placement in batch.placements:
+        columns = slice(placement.start, placement.start + len(placement.sample))
+        positions[placement.row, columns] = torch.arange(len(placement.sample))
+        filled[placement.row, columns] = True
+        ends[placement.row] = max(ends[placement.row], columns.stop)
+    for row, end in enumerate(ends):
+        positions[row, end:] = torch.arange(positions.shape[1] - end)
+    if (batch.loss_mask & ~filled).any():
+        raise GateError("gate: a token of the padding is trained")
+    if not torch.equal(positions, batch.position_ids):
+        raise GateError("gate: position_ids do not restart at each sample: samples of a row would see each other")
+    weights = batch.loss_weights
+    if not weights.isfinite().all() or (weights != 0)[~batch.loss_mask].any() or (weights <= 0)[batch.loss_mask].any():
+        raise GateError("gate: loss_weights must be positive where a token is trained, and 0 elsewhere")
 
 
 def _fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -42,11 +42,14 @@ class DemonstrationReport:
     dropped: Counter[str] = field(default_factory=Counter)
     tokens: Counter[Source] = field(default_factory=Counter)
     trained_tokens: int = 0
+    forged: int = 0
+    """Control tokens that contents spell; they stay text."""
 
     def line(self) -> str:
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         tokens = ", ".join(f"{count} {source.value}" for source, count in self.tokens.items())
-        return f"{self.kept} rows kept, dropped: {dropped}; tokens: {tokens}; {self.trained_tokens} trained"
+        forged = f"; {self.forged} control tokens in contents, kept as text" if self.forged else ""
+        return f"{self.kept} rows kept, dropped: {dropped}; tokens: {tokens}; {self.trained_tokens} trained{forged}"
 
 
 def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSample:
@@ -58,7 +61,7 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
     messages = demonstration.messages
     assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not assistant:
-        raise ValueError(f"{demonstration.task_id}: the conversation has no assistant turn")
+        raise ValueError("it has no assistant turn")
     builder = SampleBuilder(demonstration.task_id)
     for segment in renderer.opening(messages[: assistant[0]], demonstration.tools):
         builder.add_context(segment)
@@ -80,6 +83,8 @@ def why_dropped(demonstration: Demonstration, renderer: Renderer) -> str | None:
     turns = [message for message in demonstration.messages if message.role == "assistant"]
     if not any(turn.train for turn in turns):
         return "without a trained turn"
+    if any(turn.train and not turn.content and not turn.tool_calls for turn in turns):
+        return "with an empty trained turn"
     if not renderer.several_calls and any(len(turn.tool_calls) > 1 for turn in turns):
         return "with several calls in a turn, which the chat template cannot write"
     # The model would learn to spell `<tool_call>` letter by letter, which calls nothing.
@@ -104,7 +109,10 @@ def to_samples(
         if reason is not None:
             report.dropped[reason] += 1
             continue
-        sample = to_sample(demonstration, renderer)
+        try:
+            sample = to_sample(demonstration, renderer)
+        except ValueError as error:
+            raise ValueError(f"conversation {demonstration.task_id}: {error}") from error
         if len(sample) > max_length:
             report.dropped[f"longer than {max_length} tokens"] += 1
         else:
@@ -112,6 +120,7 @@ def to_samples(
             report.kept += 1
             report.tokens.update(sample.source)
             report.trained_tokens += sum(sample.loss_mask)
+            report.forged += sum(renderer.count_forged(message.content) for message in demonstration.messages)
     if not samples:
         raise ValueError(f"no demonstration is left to train on ({report.line()})")
     return samples, report
@@ -144,7 +153,7 @@ def read_demonstrations(path: Path) -> Iterator[Demonstration]:
         for number, line in enumerate(file, start=1):
             try:
                 yield _demonstration(plain_json(json.loads(line)), f"{path.stem}-{number}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not a conversation: {error}") from error
 
 
@@ -179,13 +188,14 @@ def _call(row: Any, where: str, index: int) -> ToolCall:
     function = _field(row, "function", dict, where=where)
     name = _field(function, "name", str, where=f"{where}.function")
     arguments = function.get("arguments")
-    # The wire format holds the arguments as a JSON string, templates want the object: both are accepted.
+    # The wire format holds the arguments as a JSON string, templates want the object: both are accepted. A call of a
+    # tool that takes none may have an empty string, or nothing.
     if isinstance(arguments, str):
         try:
-            function = {"arguments": plain_json(json.loads(arguments))}
-        except ValueError as error:
+            function = {"arguments": plain_json(json.loads(arguments or "{}"))}
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}.function.arguments: {error}") from error
-    arguments = _field(function, "arguments", dict, where=f"{where}.function")
+    arguments = _field(function, "arguments", dict, {}, where=f"{where}.function")
     return ToolCall(call_id=_text_id(row, "id", f"call_{index}"), name=name, arguments=arguments)
 
 

@@ -1,7 +1,7 @@
 """The gate: what is about to be trained is exactly what the policy sampled, or nothing is trained.
 
-It runs before each optimizer step on the final batch and compares it with the ledger, not with what the batch
-was made from. No torch: a dump can be checked anywhere.
+It runs before a step's first update, on the final batches, and compares them with the ledger, not with what they were
+made from. No torch: a dump can be checked anywhere.
 
 The rules:
 - every trained token is MODEL, and equals, by completion and position, what the ledger says was sampled, with the same

@@ -78,20 +78,27 @@ def _read_block(text: str, start: int, call_id: str) -> tuple[ToolCall | CallErr
         value, end = json.JSONDecoder().raw_decode(text, body)
         value = plain_json(value)
     except (ValueError, RecursionError) as error:
-        close = text.find(CLOSE, start)
-        end = len(text) if close < 0 else close + len(CLOSE)
-        return CallError(call_id=call_id, text=_malformed(_reason(error))), end
-    close = text.find(CLOSE, end)
-    between = text[end:close] if close >= 0 else text[end:]
-    after = len(text) if close < 0 else close + len(CLOSE)
-    if close < 0 or between.strip():
+        return CallError(call_id=call_id, text=_malformed(_reason(error))), _block_end(text, start)
+    after = _block_end(text, end)
+    if text[end:after].strip() != CLOSE:
         return CallError(call_id=call_id, text=_malformed(f"{CLOSE} must follow the JSON object")), after
     return _checked(value, call_id), after
+
+
+def _block_end(text: str, start: int) -> int:
+    """The place after the next closing marker, but not beyond the next opening one: that begins a call of its own."""
+    close, following = text.find(CLOSE, start), text.find(OPEN, start)
+    end = len(text) if close < 0 else close + len(CLOSE)
+    return min(end, following) if following >= 0 else end
 
 
 def _checked(value: Any, call_id: str) -> ToolCall | CallError:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return CallError(call_id=call_id, text=_malformed("'name' must be a string"))
+    others = value.keys() - {"name", "arguments"}
+    if "arguments" not in value and others:
+        # What stands under another key may be the arguments; a call without them would be another call.
+        return CallError(call_id=call_id, text=_malformed(f"unknown key {min(others)!r}"))
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return CallError(call_id=call_id, text=_malformed("'arguments' must be an object"))

@@ -61,7 +61,7 @@ class Completion:
 
     token_ids: `[n]`, the stop token included when `finish_reason` is "stop".
     logprobs: `[n]`, nats, of the distribution that the tokens were really drawn from (temperature applied).
-    policy_version: `[n]`, optimizer steps that the weights had seen when each token was sampled.
+    policy_version: `[n]`, how many steps of training the weights had seen when each token was sampled.
     """
 
     completion_id: str

@@ -1,8 +1,9 @@
 """The agent of the textbooks: facts are looked up in a table, numbers are calculated, the answer is one number.
 
-Each task has a table of its own with random values, so an answer can only come from the tools. Tasks need one to
-three calls and come from templates. The held-out split uses real cities that the training split never names; most of
-the training split's cities are made up, so a policy must learn to copy names and cannot learn them by heart.
+Each task has a table of its own with random values, so a fact can only come from the tools. Tasks need one to three
+calls and come from templates. The held-out split uses real cities that the training split never names, and pairs of
+numbers that it never asks for; most of the training split's cities are made up, so a policy must learn to copy names
+and cannot learn them by heart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from envs.types import Message, Task, ToolCall, ToolResult, ToolSpec
 
 SYSTEM = "Use the tools, one call at a time. End with: The answer is N."
 TABLE = "table.tsv"
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 60.0  # a last bound; the deadline of whoever calls comes first
 
 TOOLS = (
     ToolSpec(
@@ -124,7 +125,10 @@ class LookupCalc:
         keys = [f"{attribute} of {city}" for city in _cities(split, rng) for attribute in ATTRIBUTES]
         a, b, *others = rng.sample(keys, 5)
         values = {key: rng.randint(2, 99) for key in (a, b, *others)}
-        words = {"a": a, "b": b, "n": str(rng.randint(2, 99)), "m": str(rng.randint(2, 99))}
+        n, m = rng.randint(2, 99), rng.randint(2, 99)
+        while "{m}" in question and _is_heldout_sum(n, m) != (split == "heldout"):
+            n, m = rng.randint(2, 99), rng.randint(2, 99)
+        words = {"a": a, "b": b, "n": str(n), "m": str(m)}
         steps = [(tool, _fill(argument, words)) for tool, argument in plan]
         rows = sorted(values.items(), key=lambda _: rng.random())
         return Task(
@@ -175,6 +179,8 @@ class LookupCalcSession:
             argv = ["awk", _program(), call.name, argument.replace("\0", "\N{REPLACEMENT CHARACTER}"), TABLE]
             done = await self._sandbox.exec(argv, timeout_s=CALL_TIMEOUT_S)
             content = done.stdout.strip() or f"error: {call.name} failed: {done.stderr.strip() or done.exit_code}"
+            if done.timed_out:
+                content = f"error: {call.name} gave no result within {CALL_TIMEOUT_S:g} s"
             is_error = done.exit_code != 0
         else:
             content, is_error = error, True
@@ -186,6 +192,11 @@ class LookupCalcSession:
         said = last_number(last.content) if last.role == "assistant" and not last.tool_calls else None
         right = said is not None and abs(said - self._task.hidden["answer"]) < 1e-6
         return {"success": 1.0 if right else 0.0}
+
+
+def _is_heldout_sum(n: int, m: int) -> bool:
+    """A question that names two numbers and no city is told apart by them."""
+    return (n + m) % 4 == 0
 
 
 def _cities(split: Split, rng: random.Random) -> list[str]:
@@ -209,7 +220,7 @@ def last_number(text: str) -> float | None:
     >>> last_number("12 + 3 makes 1,015.")
     1015.0
     """
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    found = re.findall(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", text)
     return float(found[-1].replace(",", "")) if found else None
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A part of a configuration file; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class EnvConfig(Section):
@@ -28,6 +28,7 @@ class SandboxConfig(Section):
     backend: Literal["auto", "docker", "bubblewrap", "local"] = "auto"
     image: str = "agentgrad-sandbox:1"
     tool_timeout_s: float = Field(default=15.0, gt=0)
+    """When a tool has given no result by then, the model is told so and goes on."""
 
 
 class EngineConfig(Section):
@@ -41,7 +42,8 @@ class EngineConfig(Section):
 
 
 class LimitsConfig(Section):
-    """When a trajectory is ended. Tokens are the policy's own; the wall clock covers everything."""
+    """When a trajectory is ended. Tokens are the policy's own. The wall clock bounds the conversation with its tools;
+    starting and ending the sandbox and grading have as much again, each."""
 
     max_turns: int = Field(default=8, ge=1)
     max_turn_tokens: int = Field(default=64, ge=1)
@@ -51,10 +53,11 @@ class LimitsConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Training samples from the policy itself: any cut of the distribution (top_p) would make the trainer's logprobs
-    those of another policy, so it is for evaluation only."""
+    """How tokens are drawn: from the whole distribution. A cut of it (top_p) would make the trainer's logprobs those of
+    another policy."""
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.01)
+    """vLLM samples at 0.01 where less is asked for, and the trainer would divide by another number."""
 
 
 class EvalConfig(Section):

@@ -86,13 +86,16 @@ def read_model_facts(model_path: Path) -> ModelFacts:
 
 
 def _tensor_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(model_path.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = tuple(file.get_slice(name).get_shape())
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{path} holds no weights ({error}); a pointer of Git LFS, or cut short?") from error
     return shapes
 
 

@@ -208,7 +208,9 @@ def sample_together(model: Any, batch: Sequence[_Request]) -> None:
                 return
             ids = torch.tensor([[request.token_ids[-1] if request.token_ids else 0] for request in batch])
             mask = torch.cat([mask, torch.ones(len(batch), 1, dtype=torch.long)], dim=1)
-            positions = positions[:, -1:] + 1
+            # A row that is over stays where it is: the model may have no position beyond it.
+            over = torch.tensor([[request.is_over] for request in batch])
+            positions = positions[:, -1:] + (~over).long()
 
 
 def sample_token(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:

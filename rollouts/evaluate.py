@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollouts.summary import summarise
@@ -15,7 +15,8 @@ class Evaluation:
     """Results of `attempts` attempts at each task.
 
     counts: task id → (successes, graded attempts); attempts that our machinery lost are not graded.
-    success: mean over tasks of the share of successes. pass_at_k, pass_hat_k: by k.
+    success: mean over tasks of the share of successes.
+    pass_at_k, pass_hat_k: by k, each the mean over the tasks that have k graded attempts or more.
     """
 
     attempts: int
@@ -40,9 +41,9 @@ def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Eva
         counts[group.task.task_id] = (sum(is_success(reward) for reward in rewards), len(rewards))
     graded = [(successes, n) for successes, n in counts.values() if n]
     if not graded:
-        errors = sorted({t.error or t.stop_reason.value for g in groups for t in g.trajectories})
-        raise ValueError(f"no attempt could be graded: {errors[0].strip().splitlines()[-1]}")
-    ks = [k for k in (1, 2, 4, 8, 16, 32) if k <= min(n for _, n in graded)]
+        causes = sorted({trajectory.cause for group in groups for trajectory in group.trajectories})
+        raise ValueError(f"no attempt could be graded: {causes[0]}")
+    ks = [k for k in (1, 2, 4, 8, 16, 32) if k <= max(n for _, n in graded)]
     shares = [successes / n for successes, n in graded]
     mean = sum(shares) / len(shares)
     spread = math.sqrt(sum((share - mean) ** 2 for share in shares) / max(1, len(shares) - 1))
@@ -51,11 +52,16 @@ def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Eva
         tasks=len(graded),
         success=mean,
         success_stderr=spread / math.sqrt(len(shares)),
-        pass_at_k={k: sum(pass_at_k(n, c, k) for c, n in graded) / len(graded) for k in ks},
-        pass_hat_k={k: sum(pass_hat_k(n, c, k) for c, n in graded) / len(graded) for k in ks},
+        pass_at_k={k: _mean_over_tasks(pass_at_k, graded, k) for k in ks},
+        pass_hat_k={k: _mean_over_tasks(pass_hat_k, graded, k) for k in ks},
         counts=counts,
         summary=summarise([trajectory for group in groups for trajectory in group.trajectories]),
     )
+
+
+def _mean_over_tasks(estimate: Callable[[int, int, int], float], graded: Sequence[tuple[int, int]], k: int) -> float:
+    values = [estimate(n, c, k) for c, n in graded if n >= k]
+    return sum(values) / len(values)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

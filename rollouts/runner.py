@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import math
-import reprlib
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Real
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from data.chat import Renderer
 from data.jsonl import plain_json
@@ -27,7 +25,11 @@ from envs.tools import check_tools
 from envs.types import Message, Task, ToolCall, ToolResult
 from rollouts.config import LimitsConfig
 from rollouts.engine import Engine, EngineError
+from rollouts.reward import read_reward
+from rollouts.tool_call import call_tool
 from rollouts.types import StopReason, Trajectory, Turn
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class Runner:
         error: str | None = None
         try:
             progress.messages.extend(self.env.opening(task))
-            async with await self._start_sandbox(task) as sandbox:
+            async with self._sandbox(task) as sandbox:
                 session = self.env.session(task, sandbox)
                 clock = asyncio.timeout(self.limits.wall_clock_s)
                 try:
@@ -70,9 +72,9 @@ class Runner:
                     if not clock.expired():  # somebody else's time-out: a failure like any other
                         raise
                     stop_reason = StopReason.WALL_CLOCK
-                terms = await self._grade(progress, session)
+                terms = await self._in_time("reward", session.grade(progress.messages))
             try:
-                reward, reward_terms = _reward(terms)
+                reward, reward_terms = read_reward(terms)
             except ValueError as failure:
                 error = str(failure)
         except SandboxError as failure:
@@ -94,26 +96,33 @@ class Runner:
             stop_reason=stop_reason,
             reward=None if stop_reason.is_infrastructure else reward,
             reward_terms=reward_terms,
+            forged=progress.forged,
             error=None if error is None else plain_json(error),
         )
 
-    async def _start_sandbox(self, task: Task) -> Sandbox:
+    @asynccontextmanager
+    async def _sandbox(self, task: Task) -> AsyncIterator[Sandbox]:
+        sandbox = await self._in_time("sandbox", self.sandboxes.start(self.env.sandbox_spec(task)))
         try:
-            async with asyncio.timeout(self.limits.wall_clock_s):
-                return await self.sandboxes.start(self.env.sandbox_spec(task))
-        except TimeoutError as error:
-            raise SandboxError(f"no sandbox within {self.limits.wall_clock_s:g} s (limits.wall_clock_s)") from error
+            yield sandbox
+        finally:
+            await self._in_time("end of its sandbox", sandbox.close())
 
-    async def _grade(self, progress: _Progress, session: Session) -> dict[str, float]:
+    async def _in_time(self, what: str, work: Awaitable[Result]) -> Result:
+        """What our machinery does for a trajectory has a deadline too: a fault of its own must not hold the run."""
+        clock = asyncio.timeout(self.limits.wall_clock_s)
         try:
-            async with asyncio.timeout(self.limits.wall_clock_s):
-                return dict(await session.grade(progress.messages))
+            async with clock:
+                return await work
         except TimeoutError as error:
-            raise SandboxError(f"no reward within {self.limits.wall_clock_s:g} s (limits.wall_clock_s)") from error
+            if not clock.expired():
+                raise
+            raise SandboxError(f"no {what} within {self.limits.wall_clock_s:g} s (limits.wall_clock_s)") from error
 
     async def _converse(self, progress: _Progress, session: Session) -> StopReason:
         for segment in self.renderer.opening(progress.messages, self.env.tools):
             progress.stream.append(segment)
+        progress.forged = sum(self.renderer.count_forged(message.content) for message in progress.messages)
         parse_errors = 0
         for index in range(self.limits.max_turns):
             room = self._room(progress)
@@ -131,6 +140,7 @@ class Runner:
                 progress.add_turn(index, parsed, (), generated - started, 0.0)
                 return StopReason.FINAL_ANSWER
             results = await asyncio.gather(*(self._call(session, call) for call in parsed.calls))
+            progress.forged += sum(self.renderer.count_forged(result.content) for result in results)
             progress.add_turn(index, parsed, results, generated - started, time.perf_counter() - generated)
             parse_errors = parse_errors + 1 if any(isinstance(call, CallError) for call in parsed.calls) else 0
             if parse_errors == self.limits.max_parse_errors:
@@ -159,20 +169,9 @@ class Runner:
         return completion
 
     async def _call(self, session: Session, call: ToolCall | CallError) -> ToolResult:
-        """The result of one call, its content as text. The tool runs on the event loop's thread and has a deadline; it
-        cannot be kept while a session blocks that thread."""
         if isinstance(call, CallError):
             return ToolResult(call_id=call.call_id, content=call.text, is_error=True)
-        try:
-            async with asyncio.timeout(self.tool_timeout_s):
-                result = await session.call(call)
-        except SystemExit as error:
-            # It must not reach the edge of this task: asyncio would end the whole loop with it.
-            raise RuntimeError(f"the tool {call.name} asked this process to exit") from error
-        except TimeoutError:
-            text = f"error: {call.name} gave no result within {self.tool_timeout_s:g} s"
-            return ToolResult(call_id=call.call_id, content=text, is_error=True, duration_s=self.tool_timeout_s)
-        return replace(result, content=_as_text(result.content))
+        return await call_tool(session, call, timeout_s=self.tool_timeout_s)
 
     def _room(self, progress: _Progress) -> int | StopReason:
         """How many tokens the next turn may have, or why there is no next turn."""
@@ -198,6 +197,7 @@ class _Progress:
     stream: TokenStream = field(default_factory=TokenStream)
     turns: list[Turn] = field(default_factory=list)
     sampled_tokens: int = 0
+    forged: int = 0
 
     def add_completion(self, completion: Completion) -> None:
         self.stream.append(Segment.sampled(completion))
@@ -219,41 +219,6 @@ class _Progress:
             self.messages.append(Message(role="tool", content=result.content, call_id=result.call_id))
         turn = Turn(index=index, message=message, tool_results=tuple(results), generate_s=generate_s, env_s=env_s)
         self.turns.append(turn)
-
-
-def _reward(terms: Mapping[str, float]) -> tuple[float | None, dict[str, float]]:
-    """The reward and its terms; without terms there is no reward.
-
-    Raises:
-        ValueError: a term or their sum is no finite number.
-    """
-    for name, value in terms.items():
-        if not _is_finite(value):
-            raise ValueError(
-                f"the environment gave the reward term {name} = {reprlib.repr(value)}; grade must give finite numbers"
-            )
-    checked = {plain_json(str(name)): float(value) for name, value in terms.items()}
-    try:
-        return (math.fsum(checked.values()) if checked else None), checked
-    except OverflowError as error:
-        raise ValueError("the environment gave reward terms whose sum is not finite") from error
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
-
-
-def _as_text(content: object) -> str:
-    """What a tool returned, as a model can read it and a file can hold it; text stays as it is.
-
-    >>> _as_text({"ok": True})
-    '{"ok": true}'
-    """
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
-    return plain_json(text)
 
 
 def _is_cancelled() -> bool:

@@ -25,6 +25,7 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "turns/mean": _mean([len(trajectory.turns) for trajectory in graded]),
         "tools/calls": len(results),
         "tools/errors": sum(result.is_error for result in results),
+        "control_tokens/forged": sum(trajectory.forged for trajectory in trajectories),
     }
     for name in sorted({name for trajectory in graded for name in trajectory.reward_terms}):
         row[f"reward/{name}"] = _mean([t.reward_terms[name] for t in graded if name in t.reward_terms])

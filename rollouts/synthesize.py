@@ -4,7 +4,6 @@ full reward are kept."""
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,8 @@ from envs.base import Env, Session
 from envs.sandbox.base import SandboxFactory
 from envs.tools import check_tools
 from envs.types import Message, Task
+from rollouts.reward import read_reward
+from rollouts.tool_call import call_tool
 from rollouts.types import is_success
 
 
@@ -32,12 +33,13 @@ async def synthesize(
     seed: int,
     max_turns: int,
     max_concurrent: int,
+    tool_timeout_s: float,
     on_done: Callable[[], None] = lambda: None,
 ) -> Synthesis:
     """One conversation for each task, in the order of the tasks.
 
     Raises:
-        ValueError: a tool's schema is none.
+        ValueError: a tool's schema is none, or a reward is no finite number.
         SandboxError: a sandbox failed; data that is silently missing rows would be worse than none.
     """
     check_tools(env.tools)
@@ -46,10 +48,12 @@ async def synthesize(
     async def attempt(task: Task) -> Demonstration | None:
         async with places, await sandboxes.start(env.sandbox_spec(task)) as sandbox:
             session = env.session(task, sandbox)
-            messages = await _demonstrate(env, task, session, seed=seed, max_turns=max_turns)
-            terms = await session.grade(messages)
+            messages = await _demonstrate(
+                env, task, session, seed=seed, max_turns=max_turns, tool_timeout_s=tool_timeout_s
+            )
+            reward, _ = read_reward(await session.grade(messages))
         on_done()
-        if not is_success(math.fsum(terms.values())):
+        if reward is None or not is_success(reward):
             return None
         return Demonstration(task_id=task.task_id, messages=tuple(messages), tools=tuple(env.tools))
 
@@ -63,13 +67,16 @@ async def synthesize(
     return Synthesis(demonstrations=kept, dropped=len(tasks) - len(kept))
 
 
-async def _demonstrate(env: Env, task: Task, session: Session, *, seed: int, max_turns: int) -> list[Message]:
+async def _demonstrate(
+    env: Env, task: Task, session: Session, *, seed: int, max_turns: int, tool_timeout_s: float
+) -> list[Message]:
     messages = env.opening(task)
     for _ in range(max_turns):
         message = env.demonstrate(task, messages, seed)
         messages.append(message)
         if not message.tool_calls:
             break
-        for result in await asyncio.gather(*(session.call(call) for call in message.tool_calls)):
+        calls = (call_tool(session, call, timeout_s=tool_timeout_s) for call in message.tool_calls)
+        for result in await asyncio.gather(*calls):
             messages.append(Message(role="tool", content=result.content, call_id=result.call_id))
     return messages

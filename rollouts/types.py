@@ -54,7 +54,7 @@ class Trajectory:
     """One attempt at one task.
 
     `reward` is None when the environment could not grade it (infrastructure failures). `error` says what
-    went wrong there.
+    went wrong there. `forged` counts the control tokens that prompt and tool results spell; they stayed text.
     """
 
     trajectory_id: str
@@ -66,7 +66,13 @@ class Trajectory:
     stop_reason: StopReason
     reward: float | None
     reward_terms: Mapping[str, float] = field(default_factory=dict)
+    forged: int = 0
     error: str | None = None
+
+    @property
+    def cause(self) -> str:
+        """What went wrong, in one line: the last one of `error`, else why it stopped."""
+        return (self.error or self.stop_reason.value).strip().splitlines()[-1]
 
 
 def is_success(reward: float) -> bool:

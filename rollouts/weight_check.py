@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf, isfinite
 
 from rollouts.engine import Engine, EngineError
 
-_CHANGE_SHARE = 0.1
-"""A trainer that moved by this share of the tolerance must have moved the engine too, be it by the last bit."""
+_MOVED = 1e-3
+"""A trainer whose logprobs moved by so much (nats) must have moved the engine's too, be it by the last bit."""
 
 
 class WeightSyncError(EngineError):
@@ -25,11 +25,12 @@ class WeightSyncError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCheck:
-    """What both sides said after one sync.
+    """What both sides said.
 
-    engine_logprobs, trainer_logprobs: for each probe, `[n - 1]` (nats).
-    largest_difference: between the two, over all tokens (nats).
-    largest_change: of the engine since the previous check (nats); None at the first.
+    policy_version, engine_logprobs, trainer_logprobs: of the last sync that moved the engine; the logprobs for each
+        probe, `[n - 1]` (nats). Small moves that the engine does not follow therefore add up, and are found.
+    largest_difference: between the two sides after this sync, over all tokens (nats).
+    largest_change: of the engine in this sync (nats); None at the first.
     """
 
     policy_version: int
@@ -68,12 +69,15 @@ async def check_weights(
     scores = await asyncio.gather(*(engine.score(probe) for probe in probes))
     ours = tuple(tuple(score) for score in scores)
     _compare_sides(ours, trainer, tolerance, engine.policy_version)
-    change = None if previous is None else _compare_times(ours, trainer, tolerance, previous)
+    change = None if previous is None else _compare_times(ours, trainer, previous)
+    difference = _largest(ours, trainer)
+    if previous is not None and change == 0:
+        return replace(previous, largest_difference=difference, largest_change=change)
     return WeightCheck(
         policy_version=engine.policy_version,
         engine_logprobs=ours,
         trainer_logprobs=trainer,
-        largest_difference=_largest(ours, trainer),
+        largest_difference=difference,
         largest_change=change,
     )
 
@@ -99,14 +103,13 @@ def _compare_sides(
 def _compare_times(
     engine: tuple[tuple[float, ...], ...],
     trainer: tuple[tuple[float, ...], ...],
-    tolerance: float,
     previous: WeightCheck,
 ) -> float:
     if [len(row) for row in engine] != [len(row) for row in previous.engine_logprobs]:
         raise ValueError("check_weights compares with a previous check over the same probes")
     change = _largest(engine, previous.engine_logprobs)
     expected = _largest(trainer, previous.trainer_logprobs)
-    if expected > _CHANGE_SHARE * tolerance and change == 0:
+    if expected > _MOVED and change == 0:
         raise WeightSyncError(
             f"the trainer's logprobs changed by {expected:.3g} nats since version {previous.policy_version}, the "
             "engine's by nothing: the new weights did not arrive"

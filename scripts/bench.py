@@ -19,7 +19,14 @@ EXAMPLE = "python -m scripts.bench learning --seeds 0 1 2"
 
 
 def learning(folder: Path, seeds: list[int]) -> dict[str, Any]:
-    """Run the quickstart once for each seed, and compare the evaluations of its stages."""
+    """Run the quickstart once for each seed, and compare the evaluations of its stages.
+
+    Raises:
+        ValueError: there is a run already: what it would skip would be neither timed nor of this code.
+    """
+    for seed in seeds:
+        if (folder / f"seed-{seed}").exists():
+            raise ValueError(f"{folder / f'seed-{seed}'} is there already; delete it, or choose another --output_dir")
     runs: list[dict[str, Any]] = []
     for seed in seeds:
         started = time.perf_counter()

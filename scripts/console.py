@@ -13,7 +13,8 @@ from data.gate import GateError
 from envs.sandbox.base import SandboxError
 from rollouts.engine import EngineError
 
-EXPECTED = (ValueError, FileNotFoundError, PermissionError, SandboxError, EngineError, GateError)
+# An OSError is a full disk, a missing file, a folder where a file should be.
+EXPECTED = (ValueError, OSError, SandboxError, EngineError, GateError)
 
 
 def run_main(main: Callable[[], None]) -> None:

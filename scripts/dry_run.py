@@ -13,7 +13,8 @@ from rollouts.group import sample_groups
 from scripts.open_rollouts import open_runner
 from scripts.settings import GrpoSettings, resolved
 from train.grpo import samples_and_metrics
-from train.model import load_model
+from train.lora import load_trained
+from train.model import DTYPES
 from train.report.masks import sample_view
 from train.report.terminal import print_masks
 from train.report.token_text import Vocabulary
@@ -43,10 +44,13 @@ async def dry_run(settings: GrpoSettings) -> None:
 
 def memory_line(settings: GrpoSettings) -> str:
     """An estimate of the trainer's memory: the static part exactly, the rest from the micro-batch."""
-    model = load_model(settings.model, dtype=settings.grpo.dtype, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    model = load_trained(settings.model, dtype=settings.grpo.dtype, lora=settings.lora, device=cpu, seed=settings.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    width = torch.finfo(next(model.parameters()).dtype).bits // 8
-    static = parameters * width * 4
+    stored = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    static = stored + trained * 4 * 3  # gradient and AdamW's two moments, in float32
+    width = torch.finfo(DTYPES[settings.grpo.dtype]).bits // 8
     config = model.config
     tokens = settings.grpo.max_micro_batch_tokens
     # A decoder layer keeps about 16 activations of the hidden size for the backward pass; with checkpointing, one.
@@ -56,8 +60,8 @@ def memory_line(settings: GrpoSettings) -> str:
     total = static + activations + logits
     return (
         f"memory of the trainer: about {_size(total)}: {_size(static)} for weights, gradients and optimizer "
-        f"({parameters:,} parameters), up to {_size(activations)} of activations and {_size(logits)} of logits for a "
-        f"micro-batch of {tokens} tokens"
+        f"({trained:,} of {parameters:,} parameters are trained), up to {_size(activations)} of activations and "
+        f"{_size(logits)} of logits for a micro-batch of {tokens} tokens"
     )
 
 

@@ -27,6 +27,7 @@ async def make_data(settings: DataSettings) -> str:
                 seed=settings.seed,
                 max_turns=config.max_turns,
                 max_concurrent=config.max_concurrent,
+                tool_timeout_s=settings.sandbox.tool_timeout_s,
                 on_done=lambda: bar.advance(place),
             )
     count = write_demonstrations(Path(settings.output), done.demonstrations)

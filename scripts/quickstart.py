@@ -7,27 +7,37 @@ same command continues whatever was interrupted.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts.console import run_main
+from scripts.try_sandbox import sandbox_works
+
+STOP_S = 15.0
+"""How long an interrupted stage may take to clean up."""
 
 EXAMPLE = "bash scripts/quickstart.sh --seed 1 --output_dir runs/quickstart_seed1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A command, and the file or folder that is there when it has finished."""
+    """A command, the file or folder that is there when it has finished, and the stage whose result it starts from."""
 
     name: str
     command: list[str]
     result: Path
+    after: str | None = None
 
 
 def stages(folder: Path, *, configs: str, seed: int, sandbox: str) -> list[Stage]:
@@ -41,10 +51,12 @@ def stages(folder: Path, *, configs: str, seed: int, sandbox: str) -> list[Stage
         config = f"configs/{name.removeprefix('run_').removeprefix('make_')}_{configs}.toml"
         return [*start, "-m", f"scripts.{name}", "--config", config, "--seed", str(seed), *arguments]
 
-    def evaluation(name: str, label: str, *model: str) -> Stage:
+    def evaluation(name: str, label: str, *model: str, after: str | None = None) -> Stage:
         output = folder / "eval" / f"{name}.json"
         arguments = ["--name", label, "--output", str(output), *rollouts_in, *model]
-        return Stage(name=f"evaluation of the {label}", command=command("run_eval", *arguments), result=output)
+        return Stage(
+            name=f"evaluation of the {label}", command=command("run_eval", *arguments), result=output, after=after
+        )
 
     return [
         Stage(name="data", command=command("make_data", "--output", str(data), *data_in), result=data),
@@ -53,16 +65,18 @@ def stages(folder: Path, *, configs: str, seed: int, sandbox: str) -> list[Stage
             name="SFT",
             command=command("run_sft", "--sft.data", str(data), "--output_dir", str(sft), launch=True),
             result=sft / "final",
+            after="data",
         ),
-        evaluation("sft", "warm start", "--model", str(sft / "final")),
+        evaluation("sft", "warm start", "--model", str(sft / "final"), after="SFT"),
         Stage(
             name="GRPO",
             command=command(
                 "run_grpo", "--model", str(sft / "final"), "--output_dir", str(grpo), *rollouts_in, launch=True
             ),
             result=grpo / "final",
+            after="SFT",
         ),
-        evaluation("grpo", "GRPO model", "--model", str(grpo / "final")),
+        evaluation("grpo", "GRPO model", "--model", str(grpo / "final"), after="GRPO"),
     ]
 
 
@@ -70,30 +84,78 @@ def quickstart(folder: Path, *, configs: str, seed: int, sandbox: str) -> None:
     """Run what is left to run, then write the report.
 
     Raises:
-        ValueError: a stage failed; the message says how to go on.
+        ValueError: the folder holds another run, or a stage failed; the message says how to go on.
     """
     started = time.perf_counter()
-    for stage in stages(folder, configs=configs, seed=seed, sandbox=sandbox):
+    planned = stages(folder, configs=configs, seed=seed, sandbox=sandbox)
+    _check_folder(folder, {"configs": configs, "seed": seed})
+    for stage in planned:
         if stage.result.exists():
             print(f"== {stage.name}: done before ({stage.result}; delete {folder} to start over)", flush=True)
             continue
+        _check_nothing_is_older(stage, planned)
         print(f"== {stage.name}\n   {shlex.join(_shown(stage.command))}", flush=True)
-        stage_started = time.perf_counter()
-        code = subprocess.run(stage.command, env=_environment()).returncode
-        if code:
-            raise ValueError(f"the stage {stage.name!r} ended with exit code {code}; start the same command to go on")
-        print(f"   {time.perf_counter() - stage_started:.0f} s", flush=True)
+        _run(stage.name, stage.command)
     report = folder / "report.html"
-    make_report = [sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)]
-    subprocess.run(make_report, check=True, env=_environment())
+    _run("report", [sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)])
     print(f"== report: {report} ({time.perf_counter() - started:.0f} s for this call)")
+
+
+def _check_folder(folder: Path, choices: dict[str, Any]) -> None:
+    """A folder holds one run: results of another seed or other configurations would be taken for this one's."""
+    path = folder / "quickstart.json"
+    if path.exists() and (old := json.loads(path.read_text())) != choices:
+        was = ", ".join(f"--{name} {value}" for name, value in old.items())
+        raise ValueError(f"{folder} holds a run with {was}; delete the folder, or choose another --output_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(choices))
+
+
+def _check_nothing_is_older(stage: Stage, planned: Sequence[Stage]) -> None:
+    """What was made from an earlier result of this stage must not be taken for what comes out of the next one."""
+    made = {stage.name}
+    for later in planned:
+        if later.after in made:
+            made.add(later.name)
+            if later.result.exists():
+                raise ValueError(
+                    f"{stage.result} is gone, and {later.result} was made from it: delete that too, then start the "
+                    "same command to go on"
+                )
+
+
+def _run(name: str, command: Sequence[str]) -> None:
+    """Run a stage and say how long it took. Ctrl-C, SIGTERM and the end of the terminal end all of its processes, which
+    first get a moment to remove their sandboxes."""
+    started = time.perf_counter()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # A session of its own: a launcher's processes can then be reached together.
+    process = subprocess.Popen(command, env=_environment(), start_new_session=True)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code:
+        raise ValueError(f"the stage {name!r} ended with exit code {code}; start the same command to go on")
+    print(f"   {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def fastest_sandbox() -> str:
     """bubblewrap where it works: a container for each trajectory would take longer than all the rest. Else auto."""
-    probe = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    works = shutil.which("bwrap") and subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0
-    return "bubblewrap" if works else "auto"
+    return "bubblewrap" if sandbox_works("bubblewrap") else "auto"
 
 
 def _environment() -> dict[str, str]:
@@ -107,7 +169,8 @@ def _launch() -> list[str]:
     threads = str(os.cpu_count() or 1)
     device = [] if shutil.which("nvidia-smi") else ["--cpu", "--num_cpu_threads_per_process", threads]
     choices = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    return [str(Path(sys.executable).with_name("accelerate")), "launch", *device, *choices]
+    # Quiet: an error of the command is one line, and not the launcher's traceback after it.
+    return [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", *device, *choices]
 
 
 def _shown(command: list[str]) -> list[str]:

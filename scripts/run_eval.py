@@ -16,10 +16,11 @@ from train.report.evaluations import EvaluationFile, write_evaluation
 async def run_eval(settings: EvalSettings) -> Evaluation:
     """Attempt the tasks, write `output` (JSON) and the trajectories (`output` with .trajectories.jsonl)."""
     groups = await attempt_tasks(settings)
-    result = summarise_groups(groups, attempts=settings.attempts)
     output = Path(settings.output)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    # First of all: where nothing could be graded, they say why.
     write_trajectories(output.with_suffix(".trajectories.jsonl"), trajectories)
+    result = summarise_groups(groups, attempts=settings.attempts)
     file = EvaluationFile(
         name=settings.name,
         model=settings.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from data.ledger import Ledger
 from rollouts.runner import Runner
+from rollouts.types import Trajectory
 from scripts.console import progress, run_main
 from scripts.dry_run import dry_run
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner
+from scripts.run_folder import only_writer
 from scripts.settings import GrpoSettings, load_settings, resolved, save_resolved
 from train.checkpoint import latest_checkpoint, load_state
 from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
-from train.lora import add_lora
+from train.lora import load_trained
 from train.metrics import MetricsLog
-from train.model import load_model, load_tokenizer, pad_token_id
+from train.model import load_tokenizer, pad_token_id
 
 
 def main() -> None:
@@ -35,11 +37,13 @@ def main() -> None:
         asyncio.run(dry_run(settings))
         return
     is_main = int(os.environ.get("RANK", "0")) == 0
-    if is_main:
-        save_resolved(settings, Path(settings.output_dir))
     # The bars that transformers draws for each file it reads or writes would tear ours.
     disable_progress_bar()
-    asyncio.run(run_grpo(settings, is_main=is_main))
+    folder = Path(settings.output_dir)
+    with only_writer(folder) if is_main else nullcontext():
+        if is_main:
+            save_resolved(settings, folder)
+        asyncio.run(run_grpo(settings, is_main=is_main))
 
 
 async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
@@ -97,10 +101,19 @@ async def _train(
         steps = bar.add_task("steps", total=grpo.max_steps, completed=start_after, note="")
         rollouts = bar.add_task("trajectories", total=grpo.tasks_per_step * grpo.num_generations, note="")
 
+        causes: list[str] = []
+
+        def on_trajectory(trajectory: Trajectory) -> None:
+            bar.advance(rollouts)
+            if trajectory.reward is None:
+                causes.append(trajectory.cause)
+
         def on_step(row: Mapping[str, Any]) -> None:
             bar.reset(rollouts)
             bar.update(steps, completed=row["step"])
-            bar.console.print(step_line(row, grpo.max_steps), highlight=False, soft_wrap=True)
+            line = step_line(row, grpo.max_steps) + (f"; the first failure: {causes[0]}" if causes else "")
+            bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            causes.clear()
 
         run = GrpoRun(
             folder=folder,
@@ -113,7 +126,7 @@ async def _train(
             tokenizer=load_tokenizer(settings.model),
             sampling=sampling,
             log=log,
-            on_trajectory=lambda _: bar.advance(rollouts),
+            on_trajectory=on_trajectory,
             on_step=on_step,
         )
         await run.train(start_after=start_after)
@@ -124,10 +137,11 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
     seconds = row["time/rollout_s"] + row["time/update_s"] + row["time/sync_s"]
     update = f"entropy {row['entropy']:.2f}, " if "entropy" in row else "no group with signal, no update, "
     failed = f", {row['trajectories/failed']:.0f} failed" if row["trajectories/failed"] else ""
+    forged = f", {row['control_tokens/forged']} forged control tokens" if row["control_tokens/forged"] else ""
     return (
         f"step {row['step']}/{max_steps}: reward {row['reward/mean']:.2f}, length {row['length/mean']:.0f}, {update}"
         f"{row['tokens/trained']} of {row['tokens/total']} tokens trained, "
-        f"{100 * row['groups/dead']:.0f} % dead groups{failed}, {seconds:.1f} s"
+        f"{100 * row['groups/dead']:.0f} % dead groups{failed}{forged}, {seconds:.1f} s"
     )
 
 
@@ -141,7 +155,13 @@ def _probes(runner: Runner) -> list[list[int]]:
 def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) -> Learner:
     tokenizer = load_tokenizer(settings.model)
     return Learner(
-        add_lora(load_model(model_path, dtype=settings.grpo.dtype, device=accelerator.device), settings.lora),
+        load_trained(
+            model_path,
+            dtype=settings.grpo.dtype,
+            lora=settings.lora,
+            device=accelerator.device,
+            seed=settings.seed,
+        ),
         accelerator,
         config=settings.grpo,
         optimizer=settings.optimizer,

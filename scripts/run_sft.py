@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from scripts.console import progress, run_main
+from scripts.run_folder import only_writer
 from scripts.settings import SftSettings, load_settings, save_resolved
 from train.sft import run_sft
 
@@ -20,8 +22,15 @@ def main() -> None:
     settings = load_settings(SftSettings)
     folder = Path(settings.output_dir)
     is_main = int(os.environ.get("RANK", "0")) == 0
+    with only_writer(folder) if is_main else nullcontext():
+        if is_main:
+            save_resolved(settings, folder)
+        final = _train(settings, folder, is_main=is_main)
     if is_main:
-        save_resolved(settings, folder)
+        print(f"sft: the model is in {final}")
+
+
+def _train(settings: SftSettings, folder: Path, *, is_main: bool) -> Path:
     # The bars that transformers draws for each file it reads or writes would tear ours.
     disable_progress_bar()
     bar = progress()
@@ -34,7 +43,7 @@ def main() -> None:
             if row["step"] % LINE_EVERY_STEPS == 0 or row["step"] == steps:
                 bar.console.print(step_line(row, steps), highlight=False, soft_wrap=True)
 
-        final = run_sft(
+        return run_sft(
             model_path=settings.model,
             output_dir=folder,
             seed=settings.seed,
@@ -44,8 +53,6 @@ def main() -> None:
             wandb=settings.wandb,
             on_step=on_step,
         )
-    if is_main:
-        print(f"sft: the model is in {final}")
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:

@@ -58,20 +58,20 @@ class DataSettings(Settings):
 
     output: str
     """The JSONL file to write."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     env: EnvConfig = EnvConfig()
     sandbox: SandboxConfig = SandboxConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()
 
 
 class SftSettings(Settings):
-    """accelerate launch -m scripts.run_sft --config configs/sft_quickstart.toml --optimizer.learning_rate 1e-3"""
+    """accelerate launch --quiet -m scripts.run_sft --config configs/sft_quickstart.toml --sft.max_steps 50"""
 
     model: str
     """The model folder to start from."""
     output_dir: str
     """The run folder; started again, the run continues."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     sft: SftConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -79,13 +79,13 @@ class SftSettings(Settings):
 
 
 class GrpoSettings(Settings):
-    """accelerate launch -m scripts.run_grpo --config configs/grpo_quickstart.toml --grpo.max_steps 20"""
+    """accelerate launch --quiet -m scripts.run_grpo --config configs/grpo_quickstart.toml --grpo.max_steps 20"""
 
     model: str
     """The model folder to start from."""
     output_dir: str
     """The run folder; started again, the run continues."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     rollout: RolloutConfig = RolloutConfig()
     grpo: GrpoConfig = GrpoConfig()
     lora: LoraSettings = LoraSettings()
@@ -107,7 +107,7 @@ class EvalSettings(Settings):
     """The file to write."""
     name: str = "evaluation"
     """What reports call it."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     attempts: int = Field(default=8, ge=1)
     """Attempts at each task."""
     evaluation: EvalConfig = EvalConfig()
@@ -149,36 +149,54 @@ def resolved(settings: Settings) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude_none=True)
 
 
+MAY_CHANGE = (
+    "checkpoint.",
+    "wandb.",
+    "grpo.max_micro_batch_tokens",
+    "grpo.gradient_checkpointing",
+    "grpo.sync_tolerance",
+    "sft.gradient_checkpointing",
+    "rollout.sandbox.",
+    "rollout.engine.max_concurrent",
+    "rollout.engine.gpu_memory_utilization",
+)
+"""Keys that a run may continue with another value of: they say where and how fast it is computed, not what."""
+
+
 def save_resolved(settings: Settings, folder: Path) -> None:
     """Write `config.toml` into a run folder.
 
     Raises:
-        ValueError: the folder holds steps that were made with another configuration.
+        ValueError: the folder holds steps that were made with another configuration (`MAY_CHANGE` apart).
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, values, metrics = folder / "config.toml", resolved(settings), folder / "metrics.jsonl"
     has_steps = metrics.exists() and metrics.stat().st_size > 0
-    if has_steps and path.exists() and (old := _read_toml(path)) != values:
+    if has_steps and path.exists() and (difference := first_difference(_read_toml(path), values)):
         raise ValueError(
-            f"{folder} holds a run with another configuration ({first_difference(old, values)}); delete the folder or "
-            "choose another output_dir"
+            f"{folder} holds a run with another configuration ({difference}); delete the folder or choose another "
+            "output_dir"
         )
-    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(tomli_w.dumps(values), encoding="utf-8")
+    temporary.replace(path)
 
 
-def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """The first key in which two configurations differ, in words.
+def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str | None:
+    """The first key in which two configurations differ that must not, in words; None: the run may continue.
 
     >>> first_difference({"a": {"b": 1}}, {"a": {"b": 2}})
     'a.b was 1, now 2'
     """
     for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict) and a != b:
-            return first_difference(a, b, f"{prefix}{key}.")
-        if a != b:
-            return f"{prefix}{key} was {a!r}, now {b!r}"
-    return "no difference"
+        a, b, name = old.get(key), new.get(key), prefix + key
+        if isinstance(a, dict) and isinstance(b, dict):
+            difference = first_difference(a, b, f"{name}.")
+            if difference:
+                return difference
+        elif a != b and not name.startswith(MAY_CHANGE):
+            return f"{name} was {a!r}, now {b!r}"
+    return None
 
 
 def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:

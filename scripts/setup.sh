@@ -198,8 +198,11 @@ docker_answers() {
     "$python" -c 'import docker; docker.from_env(timeout=5).ping()' >/dev/null 2>&1
 }
 
-bubblewrap_works() {
-    bwrap --unshare-all --ro-bind / / true 2>>"$log"
+# The last line that it said is in $reason: what works, or what helps.
+sandbox_works() {
+    local status=0
+    reason="$(cd "$root" && "$python" -m scripts.try_sandbox "$1" 2>&1 | tee -a "$log" | tail -n 1; exit "${PIPESTATUS[0]}")" || status=$?
+    return "$status"
 }
 
 # Docker alone is not enough: a sandbox starts from an image, and none is ever pulled.
@@ -211,37 +214,21 @@ docker_image() {
 
 # True when a sandbox can run; otherwise prints the one command that helps.
 find_sandbox() {
-    local install setting help=
-    if bubblewrap_works; then return 0; fi
+    local install docker=""
+    if sandbox_works bubblewrap; then return 0; fi
     if docker_answers; then
-        if docker_image; then return 0; fi
-        say "a Docker daemon answers, but: $(tail -n 1 "$log")"
+        if docker_image && sandbox_works docker; then return 0; fi
+        docker=" A Docker daemon answers, but: $(tail -n 1 "$log")"
     fi
     if ! command -v bwrap >/dev/null && ! install_system_package bubblewrap; then
         install="$(install_command bubblewrap)"
         install="${install:+Run: sudo $install}"
         say "no sandbox: Docker cannot be used here and bubblewrap is missing." \
-            "${install:-Install bubblewrap with the package manager of this system.}"
+            "${install:-Install bubblewrap with the package manager of this system.}$docker"
         return 1
     fi
-    if bubblewrap_works; then return 0; fi
-    for setting in kernel.apparmor_restrict_unprivileged_userns=0 kernel.unprivileged_userns_clone=1; do
-        # Is it there, and set the other way?
-        if [ "$(cat "/proc/sys/$(tr . / <<<"${setting%=*}")" 2>/dev/null || echo "${setting#*=}")" != "${setting#*=}" ]; then
-            help="sudo sysctl -w $setting"
-            break
-        fi
-    done
-    if [ -z "$help" ] && [ "$(cat /proc/sys/user/max_user_namespaces 2>/dev/null)" = 0 ]; then
-        help="sudo sysctl -w user.max_user_namespaces=15000"
-    fi
-    if [ -n "$help" ]; then
-        help="Run: $help"
-    else
-        # Most likely a container whose profile forbids namespaces.
-        help="Start a Docker daemon; inside a container, start the container with --privileged."
-    fi
-    say "no sandbox: bubblewrap may not make user namespaces here. $help"
+    if sandbox_works bubblewrap; then return 0; fi
+    say "no sandbox: ${reason#error: }$docker"
     return 1
 }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollouts.config import Section
 
@@ -36,6 +36,12 @@ class OptimizerConfig(Section):
     adam_beta2: float = Field(default=0.999, gt=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
 
+    @model_validator(mode="after")
+    def _warmup_has_a_schedule(self) -> Self:
+        if self.warmup_steps and self.lr_scheduler_type == "constant":
+            raise ValueError("warmup_steps needs lr_scheduler_type constant_with_warmup, linear or cosine")
+        return self
+
 
 class LoraSettings(Section):
     """Low-rank adapters instead of all weights. Engines and checkpoints still get full weights."""
@@ -49,15 +55,15 @@ class GrpoConfig(Section):
     """The GRPO update."""
 
     max_steps: int = Field(default=100, ge=1)
-    """Optimizer steps of the whole run."""
+    """Steps of the run: each samples `tasks_per_step` groups, updates the weights and syncs them to the engine."""
     num_tasks: int = Field(default=1024, ge=1)
     """Size of the task set; it is gone through in a new order each epoch."""
     tasks_per_step: int = Field(default=8, ge=1)
     num_generations: int = Field(default=8, ge=2)
     """Trajectories of each task; a group of one has no baseline."""
     num_mini_batches: int = Field(default=1, ge=1)
-    """Optimizer updates made from the trajectories of a step; each takes its share of the groups. The clip bounds how
-    far the later ones may move from what was sampled."""
+    """Optimizer updates made from the trajectories of a step; each takes its share of every group's siblings. The clip
+    bounds how far the later ones may move from what was sampled."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     epsilon: float = Field(default=0.2, gt=0, lt=1)
     epsilon_high: float = Field(default=0.28, gt=0)
@@ -67,6 +73,7 @@ class GrpoConfig(Section):
     max_micro_batch_tokens: int = Field(default=4096, ge=16)
     gradient_checkpointing: bool = False
     dtype: Dtype = "float32"
+    """What a step computes in. Trained weights stay float32, where small updates are not rounded away."""
     sync_tolerance: float = Field(default=0.01, gt=0)
     """How far engine and trainer may differ on fixed prompts after a weight sync (nats, the largest difference)."""
 
@@ -84,3 +91,4 @@ class SftConfig(Section):
     max_length: int = Field(default=1024, ge=16)
     gradient_checkpointing: bool = False
     dtype: Dtype = "float32"
+    """What a step computes in. Weights stay float32, where small updates are not rounded away."""

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
-from data.collator import MicroBatch, unpack
+from data.collator import MicroBatch, check_layout, unpack
 from data.gate import GateError, check_batch
 from data.ledger import Ledger
 from data.rows import write_samples
@@ -37,7 +37,6 @@ from train.config import CheckpointConfig, GrpoConfig
 from train.learner import Learner
 from train.lora import full_state_dict
 from train.metrics import MetricsLog
-from train.model import score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +72,7 @@ class GrpoRun:
         """Run the steps after `start_after` to the end.
 
         Raises:
+            ValueError: a whole step was lost to failures of engine, sandbox or environment.
             GateError: a batch was not what the policy sampled; it is in `gate_violation.jsonl`, nothing was trained.
             WeightSyncError: engine and trainer disagree after a sync.
         """
@@ -87,6 +87,7 @@ class GrpoRun:
             self._gate(step, [batch for batches in updates for batch in batches], samples)
             if updates:
                 row |= mean_metrics([self.learner.update(batches) for batches in updates])
+            self.learner.end_step()
             updated = time.perf_counter()
             if updates and self.sampling is not None:
                 await self._sync(step)
@@ -115,9 +116,14 @@ class GrpoRun:
                 max_concurrent=self.sampling.max_concurrent,
                 on_done=self.on_trajectory,
             )
-            write_trajectories(
-                self.folder / "trajectories" / f"step-{step:06d}.jsonl", [t for g in groups for t in g.trajectories]
-            )
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
+            if all(trajectory.reward is None for trajectory in trajectories):
+                # The next step would fare no better, and a run of such steps would look finished.
+                raise ValueError(
+                    f"step {step}: none of its {len(trajectories)} trajectories could be graded: "
+                    f"{trajectories[0].cause}; start the same command again to go on from the last checkpoint"
+                )
             message = [*samples_and_metrics(groups, self.config)]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(message)
@@ -132,6 +138,8 @@ class GrpoRun:
             left_out = [sample for sample in samples if not any(sample.loss_mask)]
             write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", [*packed, *left_out])
             try:
+                for batch in batches:
+                    check_layout(batch)
                 check_batch([*packed, *left_out], self.sampling.ledger)
             except GateError as error:
                 write_samples(self.folder / "gate_violation.jsonl", [*packed, *left_out])
@@ -144,17 +152,14 @@ class GrpoRun:
     async def _sync(self, version: int) -> None:
         """Give the trainer's weights to the engine, and check that they arrived."""
         assert self.sampling is not None
-        model = self.learner.model
-        await self.sampling.engine.load_weights(full_state_dict(model), version)
-        model.eval()
+        await self.sampling.engine.load_weights(full_state_dict(self.learner.model), version)
         self.last_check = await check_weights(
             self.sampling.engine,
-            lambda token_ids: score(model, token_ids),
+            self.learner.score,
             self.sampling.probes,
             self.config.sync_tolerance,
             self.last_check,
         )
-        model.train()
 
     def _finish_step(self, step: int, row: dict[str, Any]) -> None:
         if self.log is None:
@@ -223,12 +228,18 @@ def check_sizes(config: GrpoConfig, tasks: Sequence[Task], *, max_context_tokens
     """Refuse, before anything is loaded, what could not train.
 
     Raises:
-        ValueError: fewer tasks than a step takes, or a micro-batch smaller than a trajectory can be.
+        ValueError: fewer tasks than a step takes, fewer trajectories than mini-batches, or a micro-batch smaller than a
+            trajectory can be.
     """
     if len(tasks) < config.tasks_per_step:
         raise ValueError(
             f"the task set has {len(tasks)} tasks, fewer than tasks_per_step = {config.tasks_per_step}; "
             "lower grpo.tasks_per_step or raise grpo.num_tasks"
+        )
+    if config.num_mini_batches > config.tasks_per_step * config.num_generations:
+        raise ValueError(
+            f"grpo.num_mini_batches = {config.num_mini_batches} is more than the "
+            f"{config.tasks_per_step * config.num_generations} trajectories of a step"
         )
     if config.max_micro_batch_tokens < max_context_tokens:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One optimizer step on samples: pack, forward and backward over this process's share, reduce, clip, update.
+"""One optimizer update on samples: pack, forward and backward over this process's share, reduce, clip, update.
 
 Every process has a learner and sees all samples; each takes every n-th micro-batch. Loss weights are those of the
 global batch, so gradients are summed over micro-batches and processes, and no split changes the result.
@@ -6,6 +6,7 @@ global batch, so gradients are summed over micro-batches and processes, and no s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,11 @@ from data.types import TrainingSample
 from train.config import GrpoConfig, OptimizerConfig
 from train.lora import adapter_state
 from train.loss import grpo_loss, sample_weights
-from train.model import disable_dropout, trained_logprobs
+from train.model import computing, disable_dropout, score, trained_logprobs
 
 
 class Learner:
-    """The model with its optimizer and schedule. Its dropout is switched off.
+    """The model with its optimizer and schedule. Its dropout is switched off; the learning rate changes between steps.
 
     `temperature` is the sampling temperature: the trainer's logprobs are of the same distribution.
     """
@@ -54,8 +55,8 @@ class Learner:
         self._schedule = get_scheduler(
             optimizer.lr_scheduler_type,
             self._optimizer,
-            num_warmup_steps=optimizer.warmup_steps * config.num_mini_batches,
-            num_training_steps=config.max_steps * config.num_mini_batches,
+            num_warmup_steps=optimizer.warmup_steps,
+            num_training_steps=config.max_steps,
         )
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -78,7 +79,8 @@ class Learner:
         largest = torch.zeros(1)
         for batch in mine:
             batch = batch.to(self._accelerator.device)
-            logprobs, entropy = trained_logprobs(self.model, batch, temperature=self._temperature)
+            with computing(self._config.dtype, self._accelerator.device):
+                logprobs, entropy = trained_logprobs(self.model, batch, temperature=self._temperature)
             trained = batch.loss_mask
             terms = grpo_loss(
                 logprobs,
@@ -108,15 +110,29 @@ class Learner:
         }
 
     def update(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
+        """One optimizer update; returns its metrics."""
         metrics = self.gradient(batches)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if not torch.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm.item()}; nothing was updated")
         metrics["learning_rate"] = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
-        self._schedule.step()
         return metrics | {"grad_norm": norm.item()}
+
+    def end_step(self) -> None:
+        """Move the schedule on, whether or not the step had anything to train on: it reaches its end with the run."""
+        with warnings.catch_warnings():
+            # torch expects an update before the first move, and a step of dead groups has none.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+            self._schedule.step()
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `train.model.score`: computed as in training."""
+        self.model.eval()
+        with computing(self._config.dtype, self._accelerator.device):
+            logprobs = score(self.model, token_ids)
+        self.model.train()
+        return logprobs
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the full weights."""

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from train.config import LoraSettings
+from train.model import load_model
 
 _ADAPTER = "default"
 
 
-def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
+def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> PreTrainedModel:
     """Put adapters beside all linear layers but the head, and freeze everything else (Hu et al. 2021,
-    arXiv:2106.09685). A rank of 0 leaves the model as it is.
+    arXiv:2106.09685). A rank of 0 leaves the model as it is. The adapters start from `seed`, for every process of a run
+    must have the same ones.
 
     Raises:
         ValueError: the model has no linear layers (GPT-2 has layers of a kind of its own).
@@ -39,8 +41,22 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
             "set lora.rank to 0 to train all weights"
         )
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
-    inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # peft makes adapters in the frozen weights' type
+            parameter.data = parameter.data.float()
     return model
+
+
+def load_trained(path: str, *, dtype: str, lora: LoraSettings, device: torch.device, seed: int) -> PreTrainedModel:
+    """The model of a folder, ready to be trained; errors as `load_model` and `add_lora`.
+
+    What the optimizer changes is float32, since AdamW's small steps would be rounded away in bfloat16. Weights that are
+    frozen beside adapters are kept in `dtype`.
+    """
+    return add_lora(load_model(path, dtype=dtype if lora.rank else "float32", device=device), lora, seed=seed)
 
 
 @torch.no_grad()

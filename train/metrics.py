@@ -30,7 +30,10 @@ class MetricsLog:
         temporary.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         temporary.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
-        self._pending: list[Mapping[str, Any]] = []
+        # What a killed run had in a checkpoint and not yet published.
+        self._published = folder / "wandb" / "published_step"
+        last = int(self._published.read_text()) if self._published.exists() else 0
+        self._pending: list[Mapping[str, Any]] = [row for row in kept if row["step"] > last]
         self._run = _start_wandb(folder, wandb_config, config)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -44,6 +47,8 @@ class MetricsLog:
         if self._run is not None:
             for row in self._pending:
                 self._run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+            if self._pending:
+                self._published.write_text(str(self._pending[-1]["step"]))
         self._pending.clear()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -48,7 +49,7 @@ def load_model(path: str, *, dtype: str, device: torch.device) -> PreTrainedMode
     _check_folder(path)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model {path}: no causal language model can be loaded: {_first_line(error)}") from error
     model = model.to(device)
     check_scoring(model, name=path)
@@ -111,6 +112,11 @@ def disable_dropout(model: PreTrainedModel) -> None:
                 is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in type(owner).__name__)
                 if is_rate and isinstance(value, float):
                     setattr(owner, name, 0.0)
+
+
+def computing(dtype: str, device: torch.device) -> torch.autocast:
+    """Inside it, matrix products are computed in `dtype`, whatever the weights are kept in; float32 changes nothing."""
+    return torch.autocast(device.type, dtype=DTYPES[dtype], enabled=dtype != "float32")
 
 
 def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor) -> Tensor:

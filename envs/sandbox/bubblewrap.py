@@ -41,6 +41,12 @@ ETC = {
     "group": f"root:x:0:\nnogroup:x:{NOBODY}:\n",
     "hosts": "127.0.0.1 localhost\n",
 }
+# What in the kernel keeps an ordinary user from making namespaces: the setting, the value that does, one that does not.
+SWITCHES = (
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+    ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("user.max_user_namespaces", "0", "15000"),
+)
 
 
 class BubblewrapSandbox(CommandSandbox):
@@ -66,7 +72,8 @@ class BubblewrapSandbox(CommandSandbox):
             read_status()
             child = _status_value(status, "child-pid")
             if child is not None:
-                os.kill(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended just now
+                    os.kill(child, signal.SIGKILL)
 
         try:
             done = await run_process(
@@ -186,11 +193,15 @@ def _mounts(folder: Path) -> list[str]:
 
 def _why_blocked(error: SandboxError) -> str:
     text = str(error)
-    switch = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
-    if switch.exists() and switch.read_text().strip() == "1":
-        return f"bubblewrap: AppArmor forbids it: run sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 ({text})"
+    for name, blocked, works in SWITCHES:
+        switch = Path("/proc/sys", *name.split("."))
+        if switch.exists() and switch.read_text().strip() == blocked:
+            return f"bubblewrap: user namespaces are blocked: run sudo sysctl -w {name}={works} ({text})"
     if "namespace" in text or "Operation not permitted" in text:
-        return f"bubblewrap: user namespaces are blocked: run sysctl -w user.max_user_namespaces=10000 ({text})"
+        return (
+            "bubblewrap: user namespaces are blocked, as in most containers: start the container with --privileged, or "
+            f"start a Docker daemon ({text})"
+        )
     return f"bubblewrap: {text} (version 0.8 or later is needed: apt-get install bubblewrap)"
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.collator import MicroBatch, pack, unpack
+from data.collator import MicroBatch, check_layout, pack, unpack
+from data.gate import GateError
 from data.rows import SampleBuilder
 from data.types import Completion, Excluded, Segment, Source, TrainingSample
 from tests.data.test_types import no_clock
@@ -150,3 +152,33 @@ def test_to_a_device_keeps_everything() -> None:
     moved = batch.to(torch.device("cpu"))
     assert moved.placements == batch.placements
     assert torch.equal(moved.loss_weights, batch.loss_weights)
+
+
+def padded() -> MicroBatch:
+    _, (batch,) = packed([(8, 12), (1, 2)], 60)
+    assert (batch.token_ids == PAD).any()
+    return batch
+
+
+def spoil(batch: MicroBatch, name: str, row: int, column: int, value: float) -> MicroBatch:
+    tensor = getattr(batch, name).clone()
+    tensor[row, column] = value
+    return replace(batch, **{name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value", "says"),
+    [
+        ("loss_mask", -1, True, "a token of the padding is trained"),
+        ("loss_weights", -1, 0.5, "loss_weights must be positive where a token is trained, and 0 elsewhere"),
+        ("loss_weights", 1, float("nan"), "loss_weights"),
+        ("loss_weights", 1, 0.0, "loss_weights"),
+        ("position_ids", 0, 3, "samples of a row would see each other"),
+        ("position_ids", -1, 9, "samples of a row would see each other"),
+    ],
+)
+def test_what_only_the_tensors_show_is_checked(name: str, column: int, value: float, says: str) -> None:
+    batch = padded()
+    check_layout(batch)
+    with pytest.raises(GateError, match=says):
+        check_layout(spoil(batch, name, 1, column, value))

@@ -186,3 +186,19 @@ def test_every_call_that_is_read_can_be_recorded(tmp_path: Path, arguments: dict
     trajectory = recorded(ToolCall(call_id="c", name="f", arguments=read))
     write_trajectories(tmp_path / "t.jsonl", [trajectory])
     assert list(read_trajectories(tmp_path / "t.jsonl")) == [trajectory]
+
+
+GOOD = '{"name": "b", "arguments": {}}'
+
+
+@pytest.mark.parametrize("first", ['{"name": "a", "arguments": {}}', "{oops", '{"name": "a"} and more'])
+def test_a_block_that_is_not_closed_leaves_the_next_one_whole(first: str) -> None:
+    error, call = parse_turn(f"{OPEN}\n{first}\n{block(GOOD)}", call_id_prefix="c").calls
+    assert isinstance(error, CallError)
+    assert call == ToolCall(call_id="c_1", name="b", arguments={})
+
+
+def test_arguments_under_another_key_are_not_run_without_them() -> None:
+    assert "unknown key 'parameters'" in error_text('{"name": "ls", "parameters": {"path": "/srv"}}')
+    assert only_call(block('{"name": "ls"}')) == ToolCall(call_id="c_0", name="ls", arguments={})
+    assert isinstance(only_call(block('{"id": "7", "name": "ls", "arguments": {}}')), ToolCall)

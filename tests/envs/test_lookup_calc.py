@@ -106,11 +106,10 @@ def test_most_training_cities_are_made_up_so_names_cannot_be_learned_by_heart() 
 
 
 def test_the_splits_share_no_task() -> None:
-    """A sum of two numbers names no city: two such questions may be the same, but their tables never are."""
-    seen = {split: {(t.prompt, t.files[TABLE]) for t in LookupCalc().tasks(split, 300, 0)} for split in SPLITS}
+    seen = {split: {task.prompt for task in LookupCalc().tasks(split, 20_000, 0)} for split in SPLITS}
+    sums = [prompt for prompt in seen["heldout"] if " of " not in prompt]
+    assert len(sums) > 1000, "there are about 3,300 such questions, so most of the 4,800 pairs were drawn"
     assert not seen["train"] & seen["heldout"]
-    with_city = {split: {prompt for prompt, _ in seen[split] if " of " in prompt} for split in SPLITS}
-    assert not with_city["train"] & with_city["heldout"]
 
 
 @pytest.mark.parametrize("split", SPLITS)

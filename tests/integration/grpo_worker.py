@@ -35,7 +35,14 @@ async def main(model: str, folder: Path, engine_kind: Literal["vllm", "transform
     found = latest_checkpoint(folder / "checkpoints")
     model_path, start_after = (str(found[0]), found[1]) if found else (model, 0)
     tokenizer = load_tokenizer(model)
-    config = GrpoConfig(max_steps=steps, num_tasks=6, tasks_per_step=2, num_generations=4, max_micro_batch_tokens=256)
+    config = GrpoConfig(
+        max_steps=steps,
+        num_tasks=6,
+        tasks_per_step=2,
+        num_generations=4,
+        num_mini_batches=2,
+        max_micro_batch_tokens=256,
+    )
     is_main = int(os.environ.get("RANK", "0")) == 0
     sampling, log = None, None
     if is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -19,6 +20,11 @@ from data.gate import check_batch
 from data.jsonl import read_lines
 from data.ledger import read_ledger
 from data.rows import SAMPLE
+from envs.base import Session
+from envs.sandbox.base import Sandbox
+from envs.types import Task
+from tests.integration import grpo_worker
+from tests.integration.word_env import EvenLength
 from tests.requirements import require
 from train.metrics import read_metrics
 
@@ -120,3 +126,21 @@ def test_two_processes_train_like_one(model: Path, whole_run: Path, tmp_path: Pa
     if engine == "transformers":
         for name, tensor in weights(whole_run).items():
             torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+class Ungradable(EvenLength):
+    """An environment with a fault: every trajectory is lost."""
+
+    def session(self, task: Task, sandbox: Sandbox) -> Session:
+        raise RuntimeError("the table is missing")
+
+
+def test_a_step_that_is_lost_as_a_whole_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or every later one would be lost too, and the run would look finished."""
+    monkeypatch.setattr(grpo_worker, "EvenLength", Ungradable)
+    with pytest.raises(ValueError, match=r"step 1: none of its 8 trajectories .*: RuntimeError: the table is missing"):
+        asyncio.run(grpo_worker.main(str(model), tmp_path, "transformers", STEPS))
+    assert not (tmp_path / "final").exists()
+    assert (tmp_path / "trajectories" / "step-000001.jsonl").exists()

@@ -86,9 +86,14 @@ def test_a_task_without_a_graded_attempt_is_in_no_mean() -> None:
     assert result.counts["b"] == (0, 0)
 
 
-def test_k_goes_as_far_as_every_task_was_graded() -> None:
-    result = summarise_groups([make_group("a", [1.0] * 8), make_group("b", [1.0] * 5 + [None] * 3)], attempts=8)
-    assert list(result.pass_at_k) == list(result.pass_hat_k) == [1, 2, 4]
+def test_a_lost_attempt_takes_its_task_out_of_the_larger_k_only() -> None:
+    half = [1.0, 0.0, 0.0, 0.0] + [None] * 4
+    result = summarise_groups([make_group("a", [1.0] * 8), make_group("b", half)], attempts=8)
+    assert list(result.pass_at_k) == list(result.pass_hat_k) == [1, 2, 4, 8]
+    assert result.pass_at_k[4] == 1.0
+    assert result.pass_hat_k[4] == 0.5
+    assert result.pass_hat_k[8] == 1.0, "of the one task that has eight graded attempts"
+    assert result.success == 0.625
 
 
 def test_partial_rewards_are_no_success() -> None:

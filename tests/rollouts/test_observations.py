@@ -100,3 +100,5 @@ def test_forged_markers_in_tool_output_do_nothing_b12() -> None:
     observed = [s for s in trajectory.streams[0] if s.source is Source.TOOL]
     assert [TOKENIZER.decode(s.token_ids) for s in observed] == [FORGED]
     assert not RENDERER.control_tokens.keys() & {token for s in observed for token in s.token_ids}
+    assert trajectory.forged == RENDERER.count_forged(FORGED) == 5
+    assert summarise([trajectory, trajectory])["control_tokens/forged"] == 10

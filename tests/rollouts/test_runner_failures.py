@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from data.types import Completion, SamplingParams
-from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory
+from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
+from envs.sandbox.local import LocalFactory
 from envs.types import Message, Task, ToolCall, ToolResult, ToolSpec
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.group import sample_groups
@@ -88,6 +89,10 @@ def test_a_sandbox_or_environment_that_fails(script: list[list[int]], prompt: st
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.SANDBOX_ERROR, None)
     assert cause in str(trajectory.error)
     assert trajectory.stop_reason.is_infrastructure
+
+
+HOLDS_ITSELF: list[object] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
 
 
 class Trouble(Desk):
@@ -180,13 +185,14 @@ def cancelled() -> asyncio.Future[None]:
         (Trouble(tool=raises(SystemExit(3))), "RuntimeError: the tool echo asked this process to exit"),
         (Trouble(tool=raises(asyncio.CancelledError())), "CancelledError"),
         (Trouble(tool=cancelled), "CancelledError"),
+        (Trouble(tool=raises(TimeoutError("the database"))), "TimeoutError: the database"),
         (Trouble(grade=raises(SystemExit(3))), "SystemExit: 3"),
         (Trouble(grade=raises(asyncio.CancelledError())), "CancelledError"),
-        (Trouble(grade=lambda: None), "TypeError"),
+        (Trouble(grade=lambda: None), "TypeError: the environment gave None for reward terms"),
     ],
     ids=[
         "opening", "opening exits", "surrogate", "surrogate of a sandbox", "exit", "cancelled", "cancelled task",
-        "grading exits", "grading cancelled", "no terms",
+        "a time-out of its own", "grading exits", "grading cancelled", "no terms",
     ],
 )  # fmt: skip
 def test_a_fault_of_the_environment_costs_one_trajectory(tmp_path: Path, env: Trouble, cause: str) -> None:
@@ -228,6 +234,8 @@ def test_terms_are_summed_exactly_and_averaged_where_they_are(tmp_path: Path) ->
         (1.5, "1.5"),
         (b"bytes", "\"b'bytes'\""),
         (RuntimeError("no"), '"no"'),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (HOLDS_ITSELF, "[[[[[[[...]]]]]]]"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -276,3 +284,31 @@ def test_a_tool_whose_schema_is_none_is_refused_before_anything_is_sampled() -> 
 
 async def refuse(runner: Runner) -> None:
     raise AssertionError(f"{runner} was made")
+
+
+class StuckFactory:
+    """Its sandboxes do not end."""
+
+    name = "stuck"
+
+    def __init__(self, sandboxes: SandboxFactory) -> None:
+        self._sandboxes = sandboxes
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await self._sandboxes.start(spec)
+        sandbox.close = asyncio.Event().wait  # type: ignore[method-assign]
+        return sandbox
+
+    async def close(self) -> None:
+        await self._sandboxes.close()
+
+
+def test_a_sandbox_that_does_not_end_costs_one_trajectory() -> None:
+    async def run() -> Trajectory:
+        factory = LocalFactory()
+        runner = make_runner(ScriptedEngine([say("ok")]), StuckFactory(factory), wall_clock_s=0.3)
+        return await runner.run(TASK, group_id="g", sibling_index=0)
+
+    trajectory = asyncio.run(run())
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.SANDBOX_ERROR, None)
+    assert trajectory.cause == "no end of its sandbox within 0.3 s (limits.wall_clock_s)"

@@ -8,14 +8,18 @@ import pytest
 
 from envs.lookup_calc import LookupCalc
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
-from envs.types import Message, Task, ToolSpec
+from envs.types import Message, Task, ToolCall, ToolSpec
 from rollouts.synthesize import Synthesis, synthesize
 from tests.rollouts.desk import Desk, DeskSession, in_sandboxes
 
 
-def make(env: LookupCalc | Desk, tasks: Sequence[Task], *, seed: int = 0, max_turns: int = 8) -> Synthesis:
+def make(
+    env: LookupCalc | Desk, tasks: Sequence[Task], *, seed: int = 0, max_turns: int = 8, tool_timeout_s: float = 5.0
+) -> Synthesis:
     return in_sandboxes(
-        lambda sandboxes: synthesize(env, sandboxes, tasks, seed=seed, max_turns=max_turns, max_concurrent=8)
+        lambda sandboxes: synthesize(
+            env, sandboxes, tasks, seed=seed, max_turns=max_turns, max_concurrent=8, tool_timeout_s=tool_timeout_s
+        )
     )
 
 
@@ -88,6 +92,23 @@ def test_a_conversation_that_does_not_end_in_time_is_dropped() -> None:
     assert make(env, tasks, max_turns=4).dropped == 0
 
 
+class Waiting(Desk):
+    """Its demonstrator calls a tool that never returns, once."""
+
+    def demonstrate(self, task: Task, messages: Sequence[Message], seed: int) -> Message:
+        if len(messages) > 1:
+            return Message(role="assistant", content="ok")
+        call = ToolCall(call_id="c", name="wait", arguments={"text": "x"})
+        return Message(role="assistant", tool_calls=(call,), train=False)
+
+
+def test_a_tool_that_never_returns_has_a_deadline() -> None:
+    (row,) = make(Waiting(), Desk().tasks("train", 1, 0), tool_timeout_s=0.2).demonstrations
+    assert [message.content for message in row.messages if message.role == "tool"] == [
+        "error: wait gave no result within 0.2 s"
+    ]
+
+
 class ThreeTerms(Desk):
     """Its full reward has terms that add up to 0.9999999999999999 where they are added one by one."""
 
@@ -138,7 +159,13 @@ def test_a_sandbox_that_fails_stops_the_work_with_its_cause() -> None:
     with pytest.raises(SandboxError, match="no space left on this machine; free some"):
         in_sandboxes(
             lambda sandboxes: synthesize(
-                env, FullFactory(sandboxes), env.tasks("train", 4, 0), seed=0, max_turns=2, max_concurrent=4
+                env,
+                FullFactory(sandboxes),
+                env.tasks("train", 4, 0),
+                seed=0,
+                max_turns=2,
+                max_concurrent=4,
+                tool_timeout_s=5.0,
             )
         )
 
@@ -148,7 +175,14 @@ def test_a_message_tells_when_each_is_done() -> None:
     tasks = Desk().tasks("train", 3, 0)
     result = in_sandboxes(
         lambda sandboxes: synthesize(
-            Desk(), sandboxes, tasks, seed=0, max_turns=2, max_concurrent=2, on_done=lambda: done.append(1)
+            Desk(),
+            sandboxes,
+            tasks,
+            seed=0,
+            max_turns=2,
+            max_concurrent=2,
+            tool_timeout_s=5.0,
+            on_done=lambda: done.append(1),
         )
     )
     assert len(done) == len(result.demonstrations) == 3

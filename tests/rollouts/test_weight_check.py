@@ -52,6 +52,13 @@ def test_an_engine_that_stood_still_while_the_trainer_moved_fails_inside_the_tol
     assert check([-1.003, -2.0], [-1.004, -2.0], first).largest_change == pytest.approx(0.003)
 
 
+def test_small_moves_that_the_engine_does_not_follow_add_up() -> None:
+    first = check([-1.0, -2.0], [-1.0, -2.0])
+    second = check([-1.0, -2.0], [-1.0006, -2.0], first)
+    with pytest.raises(WeightSyncError, match=r"changed by 0.0012 nats since version 7.*did not arrive"):
+        check([-1.0, -2.0], [-1.0012, -2.0], second)
+
+
 def test_a_step_that_changed_nothing_passes() -> None:
     first = check([-1.0, -2.0], [-1.0, -2.0])
     assert check([-1.0, -2.0], [-1.0, -2.0], first).largest_change == 0

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from scripts import quickstart
+from scripts.bench import learning
 from scripts.quickstart import Stage
+from scripts.run_folder import only_writer
 
 
 def python_stage(name: str, code: str, result: Path) -> Stage:
@@ -43,3 +48,67 @@ def test_stages_may_write_byte_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(quickstart, "stages", lambda *_, **__: [python_stage("one", code, tmp_path / "x")])
     with pytest.raises(ValueError, match="exit code 8"):
         quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+
+
+def test_a_folder_holds_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there already would be taken for the other run's."""
+    monkeypatch.setattr(quickstart, "stages", lambda *_, **__: [])
+    monkeypatch.setattr(quickstart, "_run", lambda *_: None)
+    quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+    quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="docker")
+    with pytest.raises(ValueError, match=r"holds a run with --configs quickstart, --seed 0; delete the folder"):
+        quickstart.quickstart(tmp_path, configs="quickstart", seed=1, sandbox="auto")
+
+
+def test_a_result_that_was_made_from_an_earlier_one_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    planned = quickstart.stages(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+    for stage in planned:
+        stage.result.parent.mkdir(parents=True, exist_ok=True)
+        stage.result.touch()
+    grpo = next(stage for stage in planned if stage.name == "GRPO")
+    grpo.result.unlink()
+    with pytest.raises(ValueError, match=r"grpo/final is gone, and .*eval/grpo\.json was made from it"):
+        quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+
+
+def test_sigterm_ends_all_processes_of_a_stage(tmp_path: Path) -> None:
+    """The launcher's child too, and it may clean up first."""
+    child = (
+        "import pathlib, time\n"
+        f"pathlib.Path({str(tmp_path / 'started')!r}).touch()\n"
+        "try: time.sleep(600)\n"
+        f"finally: pathlib.Path({str(tmp_path / 'clean')!r}).touch()"
+    )
+    launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    code = (
+        "import sys\nfrom scripts.console import run_main\nfrom scripts.quickstart import _run\n"
+        f"run_main(lambda: _run('one', [sys.executable, '-c', {launcher!r}]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; start the same command again to continue" in errors
+    assert (tmp_path / "clean").exists()
+
+
+def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
+    with only_writer(tmp_path):
+        code = (
+            "from pathlib import Path; from scripts.run_folder import only_writer\n"
+            f"only_writer(Path({str(tmp_path)!r})).__enter__()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"process {os.getpid()} is writing this run; wait for it, or end it: kill {os.getpid()}" in done.stderr
+    with only_writer(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def test_the_benchmark_measures_whole_runs_only(tmp_path: Path) -> None:
+    (tmp_path / "seed-1").mkdir()
+    with pytest.raises(ValueError, match=r"seed-1 is there already; delete it"):
+        learning(tmp_path, [0, 1])
+    assert not (tmp_path / "seed-0").exists()

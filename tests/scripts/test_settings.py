@@ -144,3 +144,28 @@ def test_another_configuration_in_the_same_folder_is_refused(tmp_path: Path) -> 
     save_resolved(load_settings(GrpoSettings, arguments), tmp_path)
     with pytest.raises(ValueError, match=r"grpo\.max_steps was .*, now 7.*delete the folder"):
         save_resolved(load_settings(GrpoSettings, [*arguments, "--grpo.max_steps", "7"]), tmp_path)
+
+
+def test_where_and_how_fast_it_runs_may_change_when_a_run_continues(tmp_path: Path) -> None:
+    arguments = ["--config", "configs/grpo_quickstart.toml", "--output_dir", str(tmp_path)]
+    save_resolved(load_settings(GrpoSettings, arguments), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    other = ["--rollout.sandbox.backend", "docker", "--grpo.max_micro_batch_tokens", "2048", "--wandb.mode", "disabled"]
+    save_resolved(load_settings(GrpoSettings, [*arguments, *other]), tmp_path)
+    with pytest.raises(ValueError, match=r"rollout\.limits\.max_turns was 5, now 6"):
+        save_resolved(load_settings(GrpoSettings, [*arguments, *other, "--rollout.limits.max_turns", "6"]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("optimizer.learning_rate", "inf", "finite"),
+        ("grpo.sync_tolerance", "nan", "finite"),
+        ("rollout.sampling.temperature", "0.001", "greater than or equal to 0.01"),
+        ("seed", "-1", "greater than or equal to 0"),
+        ("optimizer.lr_scheduler_type", "constant", "warmup_steps needs"),
+    ],
+)
+def test_values_that_would_do_nothing_or_harm_are_refused(option: str, value: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_settings(GrpoSettings, ["--config", "configs/grpo_quickstart.toml", f"--{option}", value])

@@ -13,7 +13,7 @@ from tests.random_samples import random_samples, tiny_model
 from train.checkpoint import save_checkpoint
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
 from train.learner import Learner
-from train.lora import add_lora, full_state_dict
+from train.lora import add_lora, full_state_dict, load_trained
 from train.model import score
 
 IDS = [9, 30, 41, 12, 77, 25, 60]
@@ -22,7 +22,7 @@ IDS = [9, 30, 41, 12, 77, 25, 60]
 def trained() -> Learner:
     """A learner with adapters, after one large step."""
     learner = Learner(
-        add_lora(tiny_model(), LoraSettings(rank=4, alpha=8)),
+        add_lora(tiny_model(), LoraSettings(rank=4, alpha=8), seed=0),
         Accelerator(cpu=True),
         config=GrpoConfig(max_micro_batch_tokens=512),
         optimizer=OptimizerConfig(learning_rate=1e-2),
@@ -69,4 +69,40 @@ def test_a_checkpoint_is_an_ordinary_model_and_the_run_continues_from_it(tmp_pat
 def test_a_model_without_linear_layers_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=16, n_layer=1, n_head=2, n_positions=32))
     with pytest.raises(ValueError, match=r"^lora: GPT2LMHeadModel has no nn.Linear layers .*; set lora.rank to 0"):
-        add_lora(model, LoraSettings(rank=4))
+        add_lora(model, LoraSettings(rank=4), seed=0)
+
+
+def test_every_process_starts_from_the_same_adapters_and_draws_as_before() -> None:
+    """Gradients are summed over processes, and would be of different functions."""
+    adapters = []
+    for noise in (1, 2):
+        model = tiny_model()
+        torch.manual_seed(noise)
+        add_lora(model, LoraSettings(rank=4), seed=7)
+        drawn = torch.rand(1)
+        torch.manual_seed(noise)
+        assert torch.equal(drawn, torch.rand(1)), "the generator of the process is left alone"
+        adapters.append({name: tensor for name, tensor in model.state_dict().items() if "lora_A" in name})
+    first, second = adapters
+    assert len(first) == 14
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = add_lora(tiny_model(), LoraSettings(rank=4), seed=8).state_dict()
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_frozen_weights_may_be_bfloat16_while_adapters_are_float32(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    model = load_trained(str(tmp_path), dtype="bfloat16", lora=LoraSettings(rank=4), device=torch.device("cpu"), seed=0)
+    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    learner = Learner(
+        model,
+        Accelerator(cpu=True),
+        config=GrpoConfig(max_micro_batch_tokens=512, dtype="bfloat16"),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        temperature=1.0,
+        pad_token_id=1,
+    )
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "lora_B" in name}
+    learner.update(learner.pack(random_samples(4, advantages=[1.0, -1.0, 1.0, -1.0])))
+    assert all(not torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())

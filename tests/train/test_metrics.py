@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from train.config import WandbConfig
 from train.metrics import MetricsLog, read_metrics
 
@@ -37,3 +39,37 @@ def test_rows_that_are_kept_are_null_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
     open_log(tmp_path, 1).close()
     assert strict_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None}]
+
+
+class FakeRun:
+    """Remembers what Weights & Biases would be told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self.steps.append(step)
+
+    def finish(self) -> None: ...
+
+
+def test_each_step_of_a_checkpoint_is_published_once_however_often_the_run_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun()
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("train.metrics._start_wandb", lambda *_: run)
+    log = open_log(tmp_path, 0)
+    log.write({"step": 1})
+    log.publish()
+    log.write({"step": 2})  # checkpointed, and killed before it was published
+    log.close()
+    log = open_log(tmp_path, 2)
+    log.write({"step": 3})
+    log.publish()
+    log.write({"step": 4})  # in no checkpoint
+    log.close()
+    log = open_log(tmp_path, 3)
+    log.publish()
+    log.close()
+    assert run.steps == [1, 2, 3]

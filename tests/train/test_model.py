@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.random_samples import VOCABULARY, random_samples
-from train.config import GrpoConfig, OptimizerConfig
+from tests.random_samples import VOCABULARY, random_samples, tiny_model
+from train.config import GrpoConfig, LoraSettings, OptimizerConfig
 from train.learner import Learner
+from train.lora import load_trained
 from train.model import load_model, score
 
 SIZES: dict[str, Any] = {
@@ -126,3 +127,42 @@ def test_the_first_update_has_a_ratio_of_one(kind: str, options: dict[str, Any])
     metrics = learner.update(learner.pack(sampled))
     assert metrics["logprob_gap/max"] < 1e-4
     assert metrics["clip_ratio"] == 0.0
+
+
+def test_small_steps_reach_weights_that_are_trained_in_bfloat16(tmp_path: Path) -> None:
+    """A step of 1e-6 is less than half the distance between two bfloat16 numbers for nearly every weight."""
+    tiny_model().save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    model = load_trained(str(tmp_path), dtype="bfloat16", lora=LoraSettings(), device=cpu, seed=0)
+    learner = Learner(
+        model,
+        Accelerator(cpu=True),
+        config=GrpoConfig(max_micro_batch_tokens=512, dtype="bfloat16"),
+        optimizer=OptimizerConfig(learning_rate=1e-6),
+        temperature=1.0,
+        pad_token_id=1,
+    )
+    ids = [9, 30, 41, 12, 77, 25, 60]
+    rough, exact = torch.tensor(learner.score(ids)), torch.tensor(score(model, ids))
+    assert 0 < (rough - exact).abs().max() < 0.3, "computed in bfloat16, from the same weights"
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    learner.update(learner.pack(random_samples(4, advantages=[1.0, -1.0, 1.0, -1.0])))
+    changed = sum((parameter != before[name]).sum().item() for name, parameter in model.named_parameters())
+    assert changed > 0.9 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_schedule_ends_with_the_run_whatever_the_steps_had_to_train_on() -> None:
+    learner = Learner(
+        tiny_model(),
+        Accelerator(cpu=True),
+        config=GrpoConfig(max_micro_batch_tokens=512, max_steps=4, num_mini_batches=2),
+        optimizer=OptimizerConfig(learning_rate=1.0, lr_scheduler_type="linear"),
+        temperature=1.0,
+        pad_token_id=1,
+    )
+    batches = learner.pack(random_samples(2, advantages=[0.0, 0.0]))
+    rates = []
+    for updates in (0, 2, 1, 2):
+        rates.append([learner.update(batches)["learning_rate"] for _ in range(updates)])
+        learner.end_step()
+    assert rates == [[], [0.75, 0.75], [0.5], [0.25, 0.25]]

@@ -153,9 +153,16 @@ def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit:
 
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(model, local_files_only=True), name=str(model))
     rows = list(read_demonstrations(path))
-    views = []
+    views: list[MaskView] = []
     for row in rows[:limit]:
-        view = sample_view(to_sample(row, renderer), vocabulary, kind="sft")
         reason = why_dropped(row, renderer)
+        try:
+            sample = to_sample(row, renderer)
+        except ValueError as error:
+            # What cannot be written has no tokens to show.
+            facts = {"left out of the warm start": reason or str(error)}
+            views.append(MaskView(title=row.task_id, kind="sft", tokens=(), facts=facts))
+            continue
+        view = sample_view(sample, vocabulary, kind="sft")
         views.append(replace(view, facts={"left out of the warm start": reason}) if reason else view)
     return Loaded(kind="demonstrations", views=views, rows=len(rows))
