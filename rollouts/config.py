@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from envs.sandbox.base import DEFAULT_IMAGE
+
 
 class Section(BaseModel):
     """A part of a configuration file; unknown keys are refused."""
@@ -26,7 +28,7 @@ class SandboxConfig(Section):
     """Where tools run. `auto`: Docker when its daemon answers and has the image, else bubblewrap."""
 
     backend: Literal["auto", "docker", "bubblewrap", "local"] = "auto"
-    image: str = "agentgrad-sandbox:1"
+    image: str = DEFAULT_IMAGE
     tool_timeout_s: float = Field(default=15.0, gt=0)
     """When a tool has given no result by then, the model is told so and goes on."""
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,28 +87,45 @@ def quickstart(folder: Path, *, configs: str, seed: int, sandbox: str) -> None:
         ValueError: the folder holds another run, or a stage failed; the message says how to go on.
     """
     started = time.perf_counter()
-    planned = stages(folder, configs=configs, seed=seed, sandbox=sandbox)
-    _check_folder(folder, {"configs": configs, "seed": seed})
+    hold_choices(folder, {"configs": configs, "seed": seed})
+    run_stages(folder, stages(folder, configs=configs, seed=seed, sandbox=sandbox))
+    report = folder / "report.html"
+    run_command("report", [sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)])
+    print(f"== report: {report} ({time.perf_counter() - started:.0f} s for this call)")
+
+
+def run_stages(folder: Path, planned: Sequence[Stage]) -> None:
+    """Run the stages whose result is not there.
+
+    Raises:
+        ValueError: a stage failed, or a later result is of an earlier one than the stage would make.
+    """
     for stage in planned:
         if stage.result.exists():
             print(f"== {stage.name}: done before ({stage.result}; delete {folder} to start over)", flush=True)
             continue
         _check_nothing_is_older(stage, planned)
         print(f"== {stage.name}\n   {shlex.join(_shown(stage.command))}", flush=True)
-        _run(stage.name, stage.command)
-    report = folder / "report.html"
-    _run("report", [sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)])
-    print(f"== report: {report} ({time.perf_counter() - started:.0f} s for this call)")
+        run_command(stage.name, stage.command)
 
 
-def _check_folder(folder: Path, choices: dict[str, Any]) -> None:
-    """A folder holds one run: results of another seed or other configurations would be taken for this one's."""
+def hold_choices(folder: Path, choices: Mapping[str, Any]) -> None:
+    """A folder holds one run: results of another seed or other configurations would be taken for this one's.
+
+    Raises:
+        ValueError: it holds a run with other choices.
+    """
     path = folder / "quickstart.json"
-    if path.exists() and (old := json.loads(path.read_text())) != choices:
-        was = ", ".join(f"--{name} {value}" for name, value in old.items())
-        raise ValueError(f"{folder} holds a run with {was}; delete the folder, or choose another --output_dir")
+    if path.exists():
+        old = json.loads(path.read_text())
+        if old != choices:
+            was = ", ".join(f"--{name} {value}" for name, value in old.items())
+            raise ValueError(f"{folder} holds a run with {was}; delete the folder, or choose another --output_dir")
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(choices))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(choices))
+    temporary.replace(path)
 
 
 def _check_nothing_is_older(stage: Stage, planned: Sequence[Stage]) -> None:
@@ -124,9 +141,13 @@ def _check_nothing_is_older(stage: Stage, planned: Sequence[Stage]) -> None:
                 )
 
 
-def _run(name: str, command: Sequence[str]) -> None:
+def run_command(name: str, command: Sequence[str]) -> None:
     """Run a stage and say how long it took. Ctrl-C, SIGTERM and the end of the terminal end all of its processes, which
-    first get a moment to remove their sandboxes."""
+    first get a moment to remove their sandboxes.
+
+    Raises:
+        ValueError: it failed.
+    """
     started = time.perf_counter()
 
     def interrupt(*_: object) -> None:
@@ -138,12 +159,12 @@ def _run(name: str, command: Sequence[str]) -> None:
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         raise
     finally:
         for number, handler in before.items():

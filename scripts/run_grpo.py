@@ -25,7 +25,7 @@ from train.checkpoint import latest_checkpoint, load_state
 from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
 from train.lora import load_trained
-from train.metrics import MetricsLog
+from train.metrics import MetricsLog, start_wandb
 from train.model import load_tokenizer, pad_token_id
 
 
@@ -79,7 +79,8 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
                 probes=_probes(runner),
                 max_concurrent=settings.rollout.engine.max_concurrent,
             )
-            log = MetricsLog(folder, start_after=start_after, wandb_config=settings.wandb, config=resolved(settings))
+            wandb_run = start_wandb(folder, settings.wandb, resolved(settings))
+            log = MetricsLog(folder, start_after=start_after, run=wandb_run)
             stack.callback(log.close)
             stack.callback(ledger.close)
             if start_after:

@@ -11,10 +11,10 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tomli_w
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -53,10 +53,19 @@ class Settings(BaseSettings):
         return (init_settings,)
 
 
+def _no_folder(path: str) -> str:
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; name the file to write")
+    return path
+
+
+OutputFile = Annotated[str, AfterValidator(_no_folder)]
+
+
 class DataSettings(Settings):
     """python -m scripts.make_data --config configs/data_quickstart.toml"""
 
-    output: str
+    output: OutputFile
     """The JSONL file to write."""
     seed: int = Field(default=0, ge=0)
     env: EnvConfig = EnvConfig()
@@ -103,7 +112,7 @@ class EvalSettings(Settings):
 
     model: str
     """The model folder to evaluate."""
-    output: str
+    output: OutputFile
     """The file to write."""
     name: str = "evaluation"
     """What reports call it."""

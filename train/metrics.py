@@ -12,17 +12,26 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import wandb
 
 from train.config import WandbConfig
 
 
-class MetricsLog:
-    """Rows by step. `start_after` is the step that the run continues from; later rows of a killed run are removed."""
+class Publisher(Protocol):
+    """What steps are handed to once they are safe: a run of Weights & Biases."""
 
-    def __init__(self, folder: Path, *, start_after: int, wandb_config: WandbConfig, config: Mapping[str, Any]) -> None:
+    def log(self, data: dict[str, Any], step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class MetricsLog:
+    """Rows by step. `start_after` is the step that the run continues from; later rows of a killed run are removed.
+    `run` is what `start_wandb` gave."""
+
+    def __init__(self, folder: Path, *, start_after: int, run: Publisher | None) -> None:
         self._path = folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_after] if self._path.exists() else []
@@ -31,10 +40,10 @@ class MetricsLog:
         temporary.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
         # What a killed run had in a checkpoint and not yet published.
-        self._published = folder / "wandb" / "published_step"
+        self._published = folder / "published_step"
         last = int(self._published.read_text()) if self._published.exists() else 0
         self._pending: list[Mapping[str, Any]] = [row for row in kept if row["step"] > last]
-        self._run = _start_wandb(folder, wandb_config, config)
+        self._run = run
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add the row of one step; it must have the key `step`. A number that is not finite becomes null."""
@@ -69,7 +78,12 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _start_wandb(folder: Path, settings: WandbConfig, config: Mapping[str, Any]) -> Any:
+def start_wandb(folder: Path, settings: WandbConfig, config: Mapping[str, Any]) -> Publisher | None:
+    """The run of a folder in Weights & Biases, the same one whenever the folder's run continues.
+
+    Raises:
+        ValueError: it did not start; one line says what to do.
+    """
     mode = settings.mode
     if mode == "disabled":
         return None
@@ -81,16 +95,19 @@ def _start_wandb(folder: Path, settings: WandbConfig, config: Mapping[str, Any])
     run_id.parent.mkdir(parents=True, exist_ok=True)
     if not run_id.exists():
         run_id.write_text(uuid.uuid4().hex[:8])
-    return wandb.init(
-        project=settings.project,
-        name=folder.name,
-        id=run_id.read_text(),
-        resume="allow",
-        mode=mode,
-        dir=folder,
-        config=dict(config),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    try:
+        return wandb.init(
+            project=settings.project,
+            name=folder.name,
+            id=run_id.read_text(),
+            resume="allow",
+            mode=mode,
+            dir=folder,
+            config=dict(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise ValueError(f"Weights & Biases did not start ({error}); use --wandb.mode offline or disabled") from error
 
 
 def _netrc() -> str:

@@ -30,7 +30,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from data.chat import TemplateRenderer
 from data.types import TrainingSample
 from train.config import CheckpointConfig, OptimizerConfig, SftConfig, WandbConfig
-from train.metrics import MetricsLog
+from train.metrics import MetricsLog, start_wandb
 from train.model import load_model, load_tokenizer
 from train.sft_data import count_steps, load_samples, ordered_dataset, trained_by_source, training_order
 
@@ -78,7 +78,7 @@ def run_sft(
             print(f"sft: continuing after step {start_after}", flush=True)
         sections = {"sft": config, "optimizer": optimizer, "checkpoint": checkpoint}
         known = {"model": model_path, "seed": seed} | {name: one.model_dump() for name, one in sections.items()}
-        log = MetricsLog(output_dir, start_after=start_after, wandb_config=wandb, config=known)
+        log = MetricsLog(output_dir, start_after=start_after, run=start_wandb(output_dir, wandb, known))
         trainer.add_callback(_StepMetrics(trainer, log, on_step))
     try:
         trainer.train(resume_from_checkpoint=str(found[0]) if found else None)

@@ -14,6 +14,9 @@ from typing import Protocol, Self
 
 from envs.types import ExecResult
 
+DEFAULT_IMAGE = "agentgrad-sandbox:1"
+"""The image of the Docker sandbox: `bash scripts/build_sandbox_image.sh` makes it without a registry."""
+
 
 class SandboxError(RuntimeError):
     """The sandbox (not the command) failed. The message says what, where, and what to do."""

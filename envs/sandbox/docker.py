@@ -22,13 +22,19 @@ from typing import Any, Self
 from docker.errors import APIError, ImageNotFound, NotFound
 from docker.types import Ulimit
 
-from envs.sandbox.base import SandboxError, SandboxLimits, SandboxSpec, SandboxUnavailableError, relative_path
+from envs.sandbox.base import (
+    DEFAULT_IMAGE,
+    SandboxError,
+    SandboxLimits,
+    SandboxSpec,
+    SandboxUnavailableError,
+    relative_path,
+)
 from envs.sandbox.command import COMMAND_ENVIRONMENT, KILLED_EXIT_CODE, CommandSandbox, RawResult
 from envs.sandbox.docker_engine import DockerEngine
 from envs.sandbox.docker_exec import AttachedExec, ExecStream, new_mark, wrapped
 from envs.sandbox.factory import CommandFactory
 
-IMAGE = "agentgrad-sandbox:1"
 OWNER_LABEL = "agentgrad.owner"
 # The container's own process has another user than the commands, so that a command's `kill -9 -1`, and ours, ends the
 # commands and never the sandbox.
@@ -179,7 +185,7 @@ class DockerFactory(CommandFactory):
         self._ttl_s = ttl_s
 
     @classmethod
-    async def create(cls, image: str = IMAGE, *, ttl_s: int = 6 * 3600) -> Self:
+    async def create(cls, image: str = DEFAULT_IMAGE, *, ttl_s: int = 6 * 3600) -> Self:
         """A factory, when the daemon answers and has the image. Nothing is ever pulled.
 
         `image` needs a POSIX shell, awk, readlink and tar; `ttl_s` is the longest life of a container in seconds.
@@ -194,7 +200,7 @@ class DockerFactory(CommandFactory):
         except SandboxError as error:
             await engine.close()
             if isinstance(error.__cause__, ImageNotFound):
-                how = "bash scripts/build_sandbox_image.sh" if image == IMAGE else f"docker pull {image}"
+                how = "bash scripts/build_sandbox_image.sh" if image == DEFAULT_IMAGE else f"docker pull {image}"
                 raise SandboxUnavailableError(f"docker: there is no image {image}: run {how}") from error
             raise SandboxUnavailableError(str(error)) from error
         except BaseException:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from envs.sandbox.base import SandboxFactory, SandboxUnavailableError
+from envs.sandbox.base import DEFAULT_IMAGE, SandboxFactory, SandboxUnavailableError
 
 Backend = Literal["auto", "docker", "bubblewrap", "local"]
-DEFAULT_IMAGE = "agentgrad-sandbox:1"
 
 
 async def open_factory(backend: Backend = "auto", image: str = DEFAULT_IMAGE) -> SandboxFactory:

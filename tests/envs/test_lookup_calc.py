@@ -297,6 +297,15 @@ def test_text_that_looks_like_code_is_never_executed(call: Caller, folder: Path,
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.parametrize("expression", ["9" * 400, "9" * 200 + " * " + "9" * 200, "9" * 400 + " - " + "9" * 400])
+def test_a_result_that_is_no_number_is_an_error_and_what_is_long_is_cut(call: Caller, expression: str) -> None:
+    result = call("calculate", expression=expression)
+    assert result.is_error
+    assert result.content.startswith("error: the result is too large in '999")
+    assert len(result.content) < 250
+    assert len(call("lookup", key="x" * 5000).content) < 600
+
+
 @pytest.mark.parametrize("text", ["é + 1", "1 + \u0663", "\ud83c", "1\0+1", "\U0001f378" * 50, "9" * 200_000])
 def test_any_text_is_an_observation(call: Caller, text: str) -> None:
     for result in (call("calculate", expression=text), call("lookup", key=text)):
@@ -392,6 +401,9 @@ def test_values_by_hand(call: Caller, expression: str, value: str) -> None:
         ("The answer is 4.50", 4.5),
         ("first 3, then 4", 4.0),
         ("1, 2", 2.0),
+        ("1,2", 2.0),
+        ("7, 8,", 8.0),
+        ("It is -12,345.5.", -12345.5),
         ("none", None),
         ("", None),
         ("-", None),

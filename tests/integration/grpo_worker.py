@@ -15,6 +15,7 @@ from accelerate import Accelerator
 
 from data.chat import TemplateRenderer
 from data.ledger import Ledger
+from envs.base import Env
 from envs.sandbox.open import open_factory
 from rollouts.config import EngineConfig, LimitsConfig
 from rollouts.engine import RecordingEngine
@@ -22,7 +23,7 @@ from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
 from tests.integration.word_env import EvenLength
 from train.checkpoint import latest_checkpoint, load_state
-from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig, WandbConfig
+from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig
 from train.grpo import GrpoRun, Sampling
 from train.learner import Learner
 from train.metrics import MetricsLog
@@ -31,7 +32,10 @@ from train.model import load_model, load_tokenizer
 SEED = 5
 
 
-async def main(model: str, folder: Path, engine_kind: Literal["vllm", "transformers"], steps: int) -> None:
+async def main(
+    model: str, folder: Path, engine_kind: Literal["vllm", "transformers"], steps: int, env: Env | None = None
+) -> None:
+    env = env or EvenLength()
     found = latest_checkpoint(folder / "checkpoints")
     model_path, start_after = (str(found[0]), found[1]) if found else (model, 0)
     tokenizer = load_tokenizer(model)
@@ -60,7 +64,7 @@ async def main(model: str, folder: Path, engine_kind: Literal["vllm", "transform
         runner = Runner(
             engine=engine,
             renderer=renderer,
-            env=EvenLength(),
+            env=env,
             sandboxes=await open_factory("local"),
             limits=LimitsConfig(max_turns=2, max_turn_tokens=24, max_trajectory_tokens=24),
             temperature=1.0,
@@ -70,7 +74,7 @@ async def main(model: str, folder: Path, engine_kind: Literal["vllm", "transform
         sampling = Sampling(
             runner=runner, engine=engine, ledger=ledger, probes=[[5, 9, 40, 70, 11, 30]], max_concurrent=8
         )
-        log = MetricsLog(folder, start_after=start_after, wandb_config=WandbConfig(mode="disabled"), config={})
+        log = MetricsLog(folder, start_after=start_after, run=None)
     accelerator = Accelerator(cpu=True)
     learner = Learner(
         load_model(model_path, dtype="float32", device=accelerator.device),
@@ -87,7 +91,7 @@ async def main(model: str, folder: Path, engine_kind: Literal["vllm", "transform
         seed=SEED,
         config=config.model_copy(update={"mask_truncated_completions": False}),
         checkpoints=CheckpointConfig(save_steps=2, save_total_limit=2),
-        tasks=EvenLength().tasks("train", config.num_tasks, SEED),
+        tasks=env.tasks("train", config.num_tasks, SEED),
         accelerator=accelerator,
         learner=learner,
         tokenizer=tokenizer,

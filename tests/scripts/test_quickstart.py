@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import quickstart
 from scripts.bench import learning
-from scripts.quickstart import Stage
+from scripts.quickstart import Stage, hold_choices, run_stages, stages
 from scripts.run_folder import only_writer
 
 
@@ -21,7 +20,7 @@ def python_stage(name: str, code: str, result: Path) -> Stage:
 
 
 def test_a_stage_that_is_done_is_skipped_and_one_that_fails_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done, made, never = tmp_path / "done", tmp_path / "made", tmp_path / "never"
     done.touch()
@@ -31,10 +30,9 @@ def test_a_stage_that_is_done_is_skipped_and_one_that_fails_is_named(
         python_stage("third", "raise SystemExit(3)", never),
         python_stage("fourth", f"import pathlib; pathlib.Path({str(never)!r}).touch()", never),
     ]
-    monkeypatch.setattr(quickstart, "stages", lambda *_, **__: planned)
 
     with pytest.raises(ValueError, match="the stage 'third' ended with exit code 3; start the same command to go on"):
-        quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+        run_stages(tmp_path, planned)
 
     assert f"first: done before ({done}; delete {tmp_path} to start over)" in capfd.readouterr().out
     assert made.exists()
@@ -45,30 +43,27 @@ def test_stages_may_write_byte_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Without it each stage compiles vLLM and torch again."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     code = "import sys; raise SystemExit(7 if sys.dont_write_bytecode else 8)"
-    monkeypatch.setattr(quickstart, "stages", lambda *_, **__: [python_stage("one", code, tmp_path / "x")])
     with pytest.raises(ValueError, match="exit code 8"):
-        quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+        run_stages(tmp_path, [python_stage("one", code, tmp_path / "x")])
 
 
-def test_a_folder_holds_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     """What is there already would be taken for the other run's."""
-    monkeypatch.setattr(quickstart, "stages", lambda *_, **__: [])
-    monkeypatch.setattr(quickstart, "_run", lambda *_: None)
-    quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="auto")
-    quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="docker")
+    hold_choices(tmp_path, {"configs": "quickstart", "seed": 0})
+    hold_choices(tmp_path, {"configs": "quickstart", "seed": 0})
     with pytest.raises(ValueError, match=r"holds a run with --configs quickstart, --seed 0; delete the folder"):
-        quickstart.quickstart(tmp_path, configs="quickstart", seed=1, sandbox="auto")
+        hold_choices(tmp_path, {"configs": "quickstart", "seed": 1})
 
 
 def test_a_result_that_was_made_from_an_earlier_one_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
-    planned = quickstart.stages(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+    planned = stages(tmp_path, configs="quickstart", seed=0, sandbox="auto")
     for stage in planned:
         stage.result.parent.mkdir(parents=True, exist_ok=True)
         stage.result.touch()
     grpo = next(stage for stage in planned if stage.name == "GRPO")
     grpo.result.unlink()
     with pytest.raises(ValueError, match=r"grpo/final is gone, and .*eval/grpo\.json was made from it"):
-        quickstart.quickstart(tmp_path, configs="quickstart", seed=0, sandbox="auto")
+        run_stages(tmp_path, planned)
 
 
 def test_sigterm_ends_all_processes_of_a_stage(tmp_path: Path) -> None:
@@ -81,8 +76,8 @@ def test_sigterm_ends_all_processes_of_a_stage(tmp_path: Path) -> None:
     )
     launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     code = (
-        "import sys\nfrom scripts.console import run_main\nfrom scripts.quickstart import _run\n"
-        f"run_main(lambda: _run('one', [sys.executable, '-c', {launcher!r}]))"
+        "import sys\nfrom scripts.console import run_main\nfrom scripts.quickstart import run_command\n"
+        f"run_main(lambda: run_command('one', [sys.executable, '-c', {launcher!r}]))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60

@@ -7,14 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from train.config import WandbConfig
-from train.metrics import MetricsLog, read_metrics
+from train.metrics import MetricsLog, Publisher, read_metrics
 
 
-def open_log(folder: Path, start_after: int) -> MetricsLog:
-    return MetricsLog(folder, start_after=start_after, wandb_config=WandbConfig(mode="disabled"), config={})
+def open_log(folder: Path, start_after: int, run: Publisher | None = None) -> MetricsLog:
+    return MetricsLog(folder, start_after=start_after, run=run)
 
 
 def strict_rows(path: Path) -> list[Any]:
@@ -41,35 +38,31 @@ def test_rows_that_are_kept_are_null_too(tmp_path: Path) -> None:
     assert strict_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None}]
 
 
-class FakeRun:
-    """Remembers what Weights & Biases would be told."""
+class ListPublisher:
+    """Remembers which steps it was handed."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def log(self, row: dict[str, Any], step: int) -> None:
+    def log(self, data: dict[str, Any], step: int) -> None:
         self.steps.append(step)
 
     def finish(self) -> None: ...
 
 
-def test_each_step_of_a_checkpoint_is_published_once_however_often_the_run_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = FakeRun()
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.setattr("train.metrics._start_wandb", lambda *_: run)
-    log = open_log(tmp_path, 0)
+def test_each_step_of_a_checkpoint_is_published_once_however_often_the_run_is_killed(tmp_path: Path) -> None:
+    run = ListPublisher()
+    log = open_log(tmp_path, 0, run)
     log.write({"step": 1})
     log.publish()
     log.write({"step": 2})  # checkpointed, and killed before it was published
     log.close()
-    log = open_log(tmp_path, 2)
+    log = open_log(tmp_path, 2, run)
     log.write({"step": 3})
     log.publish()
     log.write({"step": 4})  # in no checkpoint
     log.close()
-    log = open_log(tmp_path, 3)
+    log = open_log(tmp_path, 3, run)
     log.publish()
     log.close()
     assert run.steps == [1, 2, 3]
