@@ -72,13 +72,3 @@ def plain_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {plain_json(key): plain_json(item, depth + 1) for key, item in value.items()}
     return value
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut an unfinished last line, which a killed process leaves, off a JSONL file."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)

@@ -6,12 +6,13 @@ compares the batch that is about to be trained with the ledger, not with the mas
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from data.jsonl import append_line, drop_torn_line, read_lines
+from data.jsonl import append_line, read_lines
 from data.types import Completion, TrainingSample
 
 _COMPLETION = TypeAdapter(Completion)
@@ -20,15 +21,16 @@ _COMPLETION = TypeAdapter(Completion)
 class Ledger:
     """Completions by id; appended to a file when `path` is given.
 
-    The memory holds the completions since the last `forget`; the file holds them all.
+    The memory holds the completions since the last `forget`; the file holds them all. A run that continues after step
+    `after_step` samples what followed again: later completions of a killed run are removed from the file.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, after_step: int | None = None) -> None:
         self._entries: dict[str, Completion] = {}
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            drop_torn_line(path)
+            _keep_whole_lines(path, after_step)
             self._file = path.open("ab")
 
     def record(self, completion: Completion) -> None:
@@ -62,9 +64,6 @@ class Ledger:
 def read_ledger(path: Path, *, samples: Iterable[TrainingSample] | None = None) -> Ledger:
     """An in-memory ledger with the completions of a file.
 
-    A step that was killed and sampled again repeats its ids: the last counts, and what the earlier attempt sampled
-    after that turn of the trajectory is gone with it.
-
     Args:
         samples: keep only the completions of their steps (the first part of a trajectory's id, `step-7`); the file
             holds all steps of a run, and a dump only its own.
@@ -72,19 +71,22 @@ def read_ledger(path: Path, *, samples: Iterable[TrainingSample] | None = None) 
     steps = None if samples is None else {sample.trajectory_id.split("/")[0] for sample in samples}
     ledger = Ledger()
     for completion in read_lines(path, _COMPLETION):
-        if steps is not None and completion.completion_id.split("/")[0] not in steps:
-            continue
-        if completion.completion_id in ledger._entries:
-            _drop_later_turns(ledger._entries, completion.completion_id)
-        ledger._entries[completion.completion_id] = completion
+        if steps is None or completion.completion_id.split("/")[0] in steps:
+            ledger.record(completion)
     return ledger
 
 
-def _drop_later_turns(entries: dict[str, Completion], completion_id: str) -> None:
-    """Completions are numbered within their trajectory: `step-7/train-0-3/1/0`, `/1`, …"""
-    trajectory_id, _, turn = completion_id.rpartition("/")
-    if not turn.isdecimal():
+def _keep_whole_lines(path: Path, last_step: int | None) -> None:
+    """Drop the line that a killed writer left unfinished, and completions (`step-7/train-0-3/1/0`) of later steps."""
+    if not path.exists():
         return
-    later = int(turn) + 1
-    while entries.pop(f"{trajectory_id}/{later}", None) is not None:
-        later += 1
+    temporary = path.with_suffix(".tmp")
+    with path.open("rb") as old, temporary.open("wb") as new:
+        for line in old:
+            if line.endswith(b"\n") and (last_step is None or _step(line) <= last_step):
+                new.write(line)
+    temporary.replace(path)
+
+
+def _step(line: bytes) -> int:
+    return int(json.loads(line)["completion_id"].partition("/")[0].removeprefix("step-"))

@@ -34,14 +34,14 @@ function calculate(expression,    value) {
     problem = expression ~ /[0-9.][ \t]+[0-9.]/ ? "two numbers without an operator between them" : ""
     if (problem == "") value = sum(0)
     if (problem == "" && place <= length(text)) problem = "unexpected " quoted(substr(text, place, 1))
-    # Of an infinity, and of what is no number, the difference from itself is not 0.
-    if (problem == "" && value - value != 0) problem = "the result is too large"
+    # It would be written as inf or nan.
+    if (problem == "" && shown(value) ~ /n/) problem = "the result is too large"
     if (problem != "") fail("error: " problem " in " quoted(expression) "; use numbers, + - * / and parentheses")
     else print shown(value)
 }
 
 # The beginning is enough for a model to know what it wrote.
-function quoted(value) { return "'" (length(value) > 100 ? substr(value, 1, 100) "..." : value) "'" }
+function quoted(value) { return "'" (length(value) > 200 ? substr(value, 1, 200) "..." : value) "'" }
 
 function shown(value) {
     if (value == int(value) && value < 1e15 && value > -1e15) return sprintf("%.0f", value)

@@ -60,7 +60,8 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
     async with AsyncExitStack() as stack:
         sampling: Sampling | None = None
         runner: Runner | None = None
-        ledger = Ledger(folder / "ledger" / "completions.jsonl") if is_main else Ledger()
+        path = folder / "ledger" / "completions.jsonl"
+        ledger = Ledger(path, after_step=start_after) if is_main else Ledger()
         if is_main:
             # The engine starts first: it must not find the process group of the trainer.
             runner = await stack.enter_async_context(

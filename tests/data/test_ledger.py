@@ -82,13 +82,16 @@ def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path: Path, cut: int) -> N
     assert [c.token_ids for c in read_ledger(path)] == [(4, 2), (6, 2)]
 
 
-def test_of_a_step_that_was_sampled_again_the_last_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("after_step", "kept"), [(0, []), (1, [1]), (9, [1, 9]), (10, [1, 9, 10]), (99, [1, 9, 10])])
+def test_steps_that_will_be_sampled_again_are_dropped(tmp_path: Path, after_step: int, kept: list[int]) -> None:
     path = tmp_path / "completions.jsonl"
-    for first_token in (4, 5):
-        ledger = Ledger(path)
-        ledger.record(make_completion([first_token, 2]))
-        ledger.close()
-    assert [c.token_ids for c in read_ledger(path)] == [(5, 2)]
+    killed = Ledger(path)
+    for step in (1, 9, 10):
+        killed.record(make_completion([4, 2], completion_id=f"step-{step}/train-0-3/1/0"))
+    killed.close()
+    path.write_bytes(path.read_bytes() + b'{"completion_id": "step-1/')
+    Ledger(path, after_step=after_step).close()
+    assert [c.completion_id for c in read_ledger(path)] == [f"step-{step}/train-0-3/1/0" for step in kept]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ async def main(
     is_main = int(os.environ.get("RANK", "0")) == 0
     sampling, log = None, None
     if is_main:
-        ledger = Ledger(folder / "ledger" / "completions.jsonl")
+        ledger = Ledger(folder / "ledger" / "completions.jsonl", after_step=start_after)
         engine = RecordingEngine(
             open_engine(
                 EngineConfig(kind=engine_kind, dtype="float32", max_context_tokens=128, max_concurrent=8),

@@ -123,13 +123,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_killed_and_sampled_again_passes(tmp_path: Path) -> None:
-    """The first attempt went on for longer than the second; its last turn must not count as sampled and lost."""
+    """What only the first attempt sampled must not count as sampled and lost."""
     path = tmp_path / "ledger" / "completions.jsonl"
     killed = Ledger(path)
     trajectory(0, ledger=killed)
     killed.record(completion("step-4/train-0-1/0/2", "and more<|im_end|>"))
+    killed.record(completion("step-4/train-0-1/7/0", "and another<|im_end|>"))
     killed.close()
-    resumed = Ledger(path)
+    resumed = Ledger(path, after_step=3)
     rows = samples(pair(resumed))
     resumed.close()
     write_samples(tmp_path / "samples" / "step-000004.jsonl", rows)
