@@ -33,6 +33,13 @@ def write_lines(path: Path, kind: TypeAdapter[Row], rows: Iterable[Row]) -> None
     temporary.replace(path)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file in one move: it holds the old text or the new one, whole."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def read_lines(path: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:
     """The rows of a file, in order. A torn last line (no newline: its writer was killed) is left out.
 

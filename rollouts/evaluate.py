@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from rollouts.summary import summarise
 from rollouts.types import TrajectoryGroup, is_success
 
+ENOUGH = 0.9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -16,7 +18,8 @@ class Evaluation:
 
     counts: task id → (successes, graded attempts); attempts that our machinery lost are not graded.
     success: mean over tasks of the share of successes.
-    pass_at_k, pass_hat_k: by k, each the mean over the tasks that have k graded attempts or more.
+    pass_at_k, pass_hat_k: by k, each the mean over the tasks that have k graded attempts or more; a k that fewer than
+        nine of ten tasks have is left out.
     """
 
     attempts: int
@@ -43,7 +46,7 @@ def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Eva
     if not graded:
         causes = sorted({trajectory.cause for group in groups for trajectory in group.trajectories})
         raise ValueError(f"no attempt could be graded: {causes[0]}")
-    ks = [k for k in (1, 2, 4, 8, 16, 32) if k <= max(n for _, n in graded)]
+    ks = [k for k in (1, 2, 4, 8, 16, 32) if sum(n >= k for _, n in graded) >= ENOUGH * len(graded)]
     shares = [successes / n for successes, n in graded]
     mean = sum(shares) / len(shares)
     spread = math.sqrt(sum((share - mean) ** 2 for share in shares) / max(1, len(shares) - 1))

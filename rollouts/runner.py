@@ -140,7 +140,9 @@ class Runner:
                 progress.add_turn(index, parsed, (), generated - started, 0.0)
                 return StopReason.FINAL_ANSWER
             results = await asyncio.gather(*(self._call(session, call) for call in parsed.calls))
-            progress.forged += sum(self.renderer.count_forged(result.content) for result in results)
+            # Our own words about a call that could not be read name markers too.
+            answers = (r for call, r in zip(parsed.calls, results, strict=True) if isinstance(call, ToolCall))
+            progress.forged += sum(self.renderer.count_forged(result.content) for result in answers)
             progress.add_turn(index, parsed, results, generated - started, time.perf_counter() - generated)
             parse_errors = parse_errors + 1 if any(isinstance(call, CallError) for call in parsed.calls) else 0
             if parse_errors == self.limits.max_parse_errors:

@@ -71,8 +71,9 @@ class Trajectory:
 
     @property
     def cause(self) -> str:
-        """What went wrong, in one line: the last one of `error`, else why it stopped."""
-        return (self.error or self.stop_reason.value).strip().splitlines()[-1]
+        """What went wrong, in one line: the last one of `error` that says something, else why it stopped."""
+        lines = (self.error or "").splitlines()
+        return next((line.strip() for line in reversed(lines) if any(map(str.isalnum, line))), self.stop_reason.value)
 
 
 def is_success(reward: float) -> bool:

@@ -41,13 +41,17 @@ def learning(folder: Path, seeds: list[int]) -> dict[str, Any]:
             row |= {
                 f"{stage}_success": round(result.success, 4),
                 f"{stage}_stderr": round(result.success_stderr, 4),
-                f"{stage}_pass@8": round(result.pass_at_k[8], 4),
-                f"{stage}_pass^8": round(result.pass_hat_k[8], 4),
+                f"{stage}_pass@8": _rounded(result.pass_at_k.get(8)),
+                f"{stage}_pass^8": _rounded(result.pass_hat_k.get(8)),
             }
         row["gain_points"] = round(100 * (results["grpo"].success - results["sft"].success), 1)
         runs.append(row)
         print(json.dumps(row), flush=True)
     return {"benchmark": "learning", "runs": runs, "least_gain_points": min(run["gain_points"] for run in runs)}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def main() -> None:

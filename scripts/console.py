@@ -51,7 +51,10 @@ def progress() -> Progress:
 
 
 def _exit_with(error: BaseException) -> None:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    text = " ".join(str(error).split())
+    # What the system says alone does not always tell what went wrong; a time-out says nothing at all.
+    kind = f"{type(error).__name__}: " if isinstance(error, TimeoutError | ConnectionError) else ""
+    print(f"error: {kind}{text}", file=sys.stderr)
     sys.exit(1 if isinstance(error, GateError) else 2)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.jsonl import replace_text
 from scripts.console import run_main
 from scripts.try_sandbox import sandbox_works
 
@@ -32,16 +33,33 @@ EXAMPLE = "bash scripts/quickstart.sh --seed 1 --output_dir runs/quickstart_seed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A command, the file or folder that is there when it has finished, and the stage whose result it starts from."""
+    """A command, and the file or folder that is there when it has finished.
+
+    folder: all that the stage writes. after: the stage whose result it starts from.
+    """
 
     name: str
     command: list[str]
     result: Path
+    folder: Path
     after: str | None = None
 
 
 def stages(folder: Path, *, configs: str, seed: int, sandbox: str) -> list[Stage]:
-    """The stages of a run in `folder`, with the configurations `configs/*_{configs}.toml`."""
+    """The stages of a run in `folder`, with the configurations `configs/*_{configs}.toml`.
+
+    Raises:
+        ValueError: one of them is not there, or the seed is negative.
+    """
+    if seed < 0:
+        raise ValueError(f"--seed must be 0 or more, not {seed}")
+    missing = [
+        name
+        for kind in ("data", "sft", "eval", "grpo")
+        if not (name := Path(f"configs/{kind}_{configs}.toml")).exists()
+    ]
+    if missing:
+        raise ValueError(f"--configs {configs}: there is no {missing[0]}")
     data, sft, grpo = folder / "data" / "train.jsonl", folder / "sft", folder / "grpo"
 
     data_in, rollouts_in = ["--sandbox.backend", sandbox], ["--rollout.sandbox.backend", sandbox]
@@ -55,16 +73,21 @@ def stages(folder: Path, *, configs: str, seed: int, sandbox: str) -> list[Stage
         output = folder / "eval" / f"{name}.json"
         arguments = ["--name", label, "--output", str(output), *rollouts_in, *model]
         return Stage(
-            name=f"evaluation of the {label}", command=command("run_eval", *arguments), result=output, after=after
+            name=f"evaluation of the {label}",
+            command=command("run_eval", *arguments),
+            result=output,
+            folder=output,
+            after=after,
         )
 
     return [
-        Stage(name="data", command=command("make_data", "--output", str(data), *data_in), result=data),
+        Stage(name="data", command=command("make_data", "--output", str(data), *data_in), result=data, folder=data),
         evaluation("base", "base model"),
         Stage(
             name="SFT",
             command=command("run_sft", "--sft.data", str(data), "--output_dir", str(sft), launch=True),
             result=sft / "final",
+            folder=sft,
             after="data",
         ),
         evaluation("sft", "warm start", "--model", str(sft / "final"), after="SFT"),
@@ -74,6 +97,7 @@ def stages(folder: Path, *, configs: str, seed: int, sandbox: str) -> list[Stage
                 "run_grpo", "--model", str(sft / "final"), "--output_dir", str(grpo), *rollouts_in, launch=True
             ),
             result=grpo / "final",
+            folder=grpo,
             after="SFT",
         ),
         evaluation("grpo", "GRPO model", "--model", str(grpo / "final"), after="GRPO"),
@@ -87,8 +111,9 @@ def quickstart(folder: Path, *, configs: str, seed: int, sandbox: str) -> None:
         ValueError: the folder holds another run, or a stage failed; the message says how to go on.
     """
     started = time.perf_counter()
-    hold_choices(folder, {"configs": configs, "seed": seed})
-    run_stages(folder, stages(folder, configs=configs, seed=seed, sandbox=sandbox))
+    planned = stages(folder, configs=configs, seed=seed, sandbox=sandbox)
+    hold_choices(folder, {"configs": configs, "seed": seed}, planned)
+    run_stages(folder, planned)
     report = folder / "report.html"
     run_command("report", [sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)])
     print(f"== report: {report} ({time.perf_counter() - started:.0f} s for this call)")
@@ -109,69 +134,104 @@ def run_stages(folder: Path, planned: Sequence[Stage]) -> None:
         run_command(stage.name, stage.command)
 
 
-def hold_choices(folder: Path, choices: Mapping[str, Any]) -> None:
+def hold_choices(folder: Path, choices: Mapping[str, Any], planned: Sequence[Stage]) -> None:
     """A folder holds one run: results of another seed or other configurations would be taken for this one's.
 
     Raises:
-        ValueError: it holds a run with other choices.
+        ValueError: it holds a run with other choices, or results of unknown ones.
     """
     path = folder / "quickstart.json"
-    if path.exists():
-        old = json.loads(path.read_text())
-        if old != choices:
-            was = ", ".join(f"--{name} {value}" for name, value in old.items())
-            raise ValueError(f"{folder} holds a run with {was}; delete the folder, or choose another --output_dir")
-        return
+    results = [stage.result for stage in planned if stage.result.exists()]
+    if results and not path.exists():
+        raise ValueError(f"{results[0]} is there, but not {path}; delete {folder}, or choose another --output_dir")
+    if results and (old := json.loads(path.read_text(encoding="utf-8"))) != choices:
+        was = ", ".join(f"--{name} {value}" for name, value in old.items())
+        raise ValueError(f"{folder} holds a run with {was}; delete the folder, or choose another --output_dir")
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(choices))
-    temporary.replace(path)
+    replace_text(path, json.dumps(choices))
 
 
 def _check_nothing_is_older(stage: Stage, planned: Sequence[Stage]) -> None:
     """What was made from an earlier result of this stage must not be taken for what comes out of the next one."""
     made = {stage.name}
+    old: list[str] = []
     for later in planned:
         if later.after in made:
             made.add(later.name)
-            if later.result.exists():
-                raise ValueError(
-                    f"{stage.result} is gone, and {later.result} was made from it: delete that too, then start the "
-                    "same command to go on"
-                )
+            if later.folder.exists():
+                old.append(str(later.folder))
+    if old:
+        raise ValueError(
+            f"{stage.result} is gone, and what was made from it is there: delete {', '.join(old)}, then start the same "
+            "command to go on"
+        )
 
 
 def run_command(name: str, command: Sequence[str]) -> None:
     """Run a stage and say how long it took. Ctrl-C, SIGTERM and the end of the terminal end all of its processes, which
-    first get a moment to remove their sandboxes.
+    first get a moment to remove their sandboxes; Ctrl-Z stops them all.
 
     Raises:
         ValueError: it failed.
     """
     started = time.perf_counter()
+    # A session of its own, so that a launcher's processes can be reached together, and the launcher left alone.
+    process = subprocess.Popen(command, env=_environment(), start_new_session=True)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    # A session of its own: a launcher's processes can then be reached together.
-    process = subprocess.Popen(command, env=_environment(), start_new_session=True)
+    def pause(*_: object) -> None:
+        os.killpg(process.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.killpg(process.pid, signal.SIGCONT)
+
+    handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt, signal.SIGHUP: interrupt, signal.SIGTSTP: pause}
+    before = {number: signal.getsignal(number) for number in handlers}
     try:
+        for number, handler in handlers.items():
+            if before[number] != signal.SIG_IGN:  # under nohup, the end of the terminal ends nothing
+                signal.signal(number, handler)
         code = process.wait()
     except KeyboardInterrupt:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
+        _stop(process)
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if code:
-        raise ValueError(f"the stage {name!r} ended with exit code {code}; start the same command to go on")
+        raise ValueError(
+            f"the stage {name!r} ended with exit code {code} (if it says nothing above, it was killed, as for want of "
+            "memory); start the same command to go on"
+        )
     print(f"   {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt the processes of a session, and kill what is left after `STOP_S`."""
+    for pid in [pid for pid in _session(process.pid) if pid != process.pid] or [process.pid]:
+        # A launcher is not told: it would leave its processes alone, with a traceback.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+    deadline = time.monotonic() + STOP_S
+    while (process.poll() is None or _session(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _session(leader: int) -> list[int]:
+    """The running processes of a session."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 def fastest_sandbox() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ def only_writer(folder: Path) -> Iterator[None]:
             raise ValueError(
                 f"{folder}: process {pid} is writing this run; wait for it, or end it: kill {pid}"
             ) from None
+        except OSError as error:
+            # Some network file systems have no locks.
+            print(f"{folder} cannot be locked ({error.strerror}): let no second process write it", file=sys.stderr)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -24,6 +24,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from data.jsonl import replace_text
 from rollouts.config import EnvConfig, EvalConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
 from train.config import CheckpointConfig, GrpoConfig, LoraSettings, OptimizerConfig, SftConfig, WandbConfig
 
@@ -165,7 +166,7 @@ MAY_CHANGE = (
     "grpo.gradient_checkpointing",
     "grpo.sync_tolerance",
     "sft.gradient_checkpointing",
-    "rollout.sandbox.",
+    "rollout.sandbox.backend",
     "rollout.engine.max_concurrent",
     "rollout.engine.gpu_memory_utilization",
 )
@@ -186,9 +187,7 @@ def save_resolved(settings: Settings, folder: Path) -> None:
             f"{folder} holds a run with another configuration ({difference}); delete the folder or choose another "
             "output_dir"
         )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(tomli_w.dumps(values), encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, tomli_w.dumps(values))
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str | None:

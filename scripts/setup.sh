@@ -194,41 +194,31 @@ install_packages() {
     say "packages are ready ($SECONDS s)"
 }
 
-docker_answers() {
-    "$python" -c 'import docker; docker.from_env(timeout=5).ping()' >/dev/null 2>&1
-}
-
 # The last line that it said is in $reason: what works, or what helps.
 sandbox_works() {
     local status=0
     reason="$(cd "$root" && "$python" -m scripts.try_sandbox "$1" 2>&1 | tee -a "$log" | tail -n 1; exit "${PIPESTATUS[0]}")" || status=$?
+    reason="${reason#error: }"
     return "$status"
-}
-
-# Docker alone is not enough: a sandbox starts from an image, and none is ever pulled.
-docker_image() {
-    "$python" -c 'import docker; docker.from_env(timeout=5).images.get("agentgrad-sandbox:1")' 2>/dev/null && return 0
-    say "building the image of the Docker sandbox (scripts/build_sandbox_image.sh)"
-    bash "$root/scripts/build_sandbox_image.sh" >>"$log" 2>&1
 }
 
 # True when a sandbox can run; otherwise prints the one command that helps.
 find_sandbox() {
-    local install docker=""
-    if sandbox_works bubblewrap; then return 0; fi
-    if docker_answers; then
-        if docker_image && sandbox_works docker; then return 0; fi
-        docker=" A Docker daemon answers, but: $(tail -n 1 "$log")"
+    local install docker
+    if sandbox_works bubblewrap || sandbox_works docker; then return 0; fi
+    # Docker alone is not enough: a sandbox starts from an image, and none is ever pulled.
+    if [[ $reason == *scripts/build_sandbox_image.sh* ]]; then
+        say "building the image of the Docker sandbox (scripts/build_sandbox_image.sh)"
+        if bash "$root/scripts/build_sandbox_image.sh" >>"$log" 2>&1 && sandbox_works docker; then return 0; fi
     fi
+    docker="$reason"
     if ! command -v bwrap >/dev/null && ! install_system_package bubblewrap; then
         install="$(install_command bubblewrap)"
-        install="${install:+Run: sudo $install}"
-        say "no sandbox: Docker cannot be used here and bubblewrap is missing." \
-            "${install:-Install bubblewrap with the package manager of this system.}$docker"
+        say "no sandbox: bubblewrap is missing.${install:+ Run: sudo $install.} Nor does Docker work: $docker"
         return 1
     fi
     if sandbox_works bubblewrap; then return 0; fi
-    say "no sandbox: ${reason#error: }$docker"
+    say "no sandbox: $reason. Nor does Docker work: $docker"
     return 1
 }
 

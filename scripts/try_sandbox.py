@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from envs.sandbox.base import SandboxUnavailableError
+from envs.sandbox.base import SandboxError, SandboxSpec, SandboxUnavailableError
 from envs.sandbox.open import Backend, open_factory
 from scripts.console import run_main
+
+TIMEOUT_S = 30.0
 
 
 def sandbox_works(backend: Backend) -> bool:
@@ -21,7 +23,15 @@ def sandbox_works(backend: Backend) -> bool:
 async def try_sandbox(backend: Backend) -> str:
     """The name of the sandbox that was had; errors as `open_factory`."""
     factory = await open_factory(backend)
-    await factory.close()
+    try:
+        async with await factory.start(SandboxSpec()) as sandbox:
+            done = await sandbox.exec(["true"], timeout_s=TIMEOUT_S)
+    except SandboxError as error:
+        raise SandboxUnavailableError(f"{factory.name}: a sandbox does not start: {error}") from error
+    finally:
+        await factory.close()
+    if done.exit_code != 0:
+        raise SandboxUnavailableError(f"{factory.name}: a first command ended with {done.exit_code}: {done.stderr}")
     return factory.name
 
 

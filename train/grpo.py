@@ -105,7 +105,7 @@ class GrpoRun:
 
     async def _sample(self, step: int) -> tuple[list[TrainingSample], dict[str, Any]]:
         """The step's samples, in every process, and the row of metrics that describes them."""
-        message: list[Any] = [None, None]
+        message: list[Any] = [None, None, None]
         if self.sampling is not None:
             self.sampling.ledger.forget()
             groups = await sample_groups(
@@ -118,16 +118,12 @@ class GrpoRun:
             )
             trajectories = [trajectory for group in groups for trajectory in group.trajectories]
             write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
-            if all(trajectory.reward is None for trajectory in trajectories):
-                # The next step would fare no better, and a run of such steps would look finished.
-                raise ValueError(
-                    f"step {step}: none of its {len(trajectories)} trajectories could be graded: "
-                    f"{trajectories[0].cause}; start the same command again to go on from the last checkpoint"
-                )
-            message = [*samples_and_metrics(groups, self.config)]
+            message = [*samples_and_metrics(groups, self.config), _why_lost(step, trajectories)]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(message)
-        samples, row = message
+        samples, row, lost = message
+        if lost is not None:
+            raise ValueError(lost)
         return samples, {"step": step} | row
 
     def _gate(self, step: int, batches: Sequence[MicroBatch], samples: Sequence[TrainingSample]) -> None:
@@ -176,6 +172,17 @@ class GrpoRun:
                 keep=self.checkpoints.save_total_limit,
             )
             self.log.publish()
+
+
+def _why_lost(step: int, trajectories: Sequence[Trajectory]) -> str | None:
+    """Why a step without a graded trajectory ends the run: the next one would fare no better, and a run of such steps
+    would look finished."""
+    if any(trajectory.reward is not None for trajectory in trajectories):
+        return None
+    return (
+        f"step {step}: none of its {len(trajectories)} trajectories could be graded: {trajectories[0].cause}; "
+        "start the same command again to go on from the last checkpoint"
+    )
 
 
 def mini_batches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:

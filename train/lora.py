@@ -41,8 +41,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> Pr
             "set lora.rank to 0 to train all weights"
         )
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # adapters are made on the CPU, and moved
+        torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft makes adapters in the frozen weights' type
@@ -71,7 +71,8 @@ def full_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         layer_name, _, rest = name.partition(".base_layer.")
         if layer_name in layers and rest == "weight":
-            full[f"{layer_name}.weight"] = tensor + layers[layer_name].get_delta_weight(_ADAPTER)  # type: ignore[operator]
+            merged: Tensor = tensor + layers[layer_name].get_delta_weight(_ADAPTER)  # type: ignore[operator]
+            full[f"{layer_name}.weight"] = merged.to(tensor.dtype)
         elif layer_name in layers and rest:
             full[f"{layer_name}.{rest}"] = tensor
         elif ".lora_" not in name:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import wandb
 
+from data.jsonl import replace_text
 from train.config import WandbConfig
 
 
@@ -35,9 +36,7 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_after] if self._path.exists() else []
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        temporary.replace(self._path)
+        replace_text(self._path, "".join(_line(row) for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
         # What a killed run had in a checkpoint and not yet published.
         self._published = folder / "published_step"
@@ -57,7 +56,7 @@ class MetricsLog:
             for row in self._pending:
                 self._run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
             if self._pending:
-                self._published.write_text(str(self._pending[-1]["step"]))
+                replace_text(self._published, str(self._pending[-1]["step"]))
         self._pending.clear()
 
     def close(self) -> None:

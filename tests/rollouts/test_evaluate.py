@@ -88,12 +88,20 @@ def test_a_task_without_a_graded_attempt_is_in_no_mean() -> None:
 
 def test_a_lost_attempt_takes_its_task_out_of_the_larger_k_only() -> None:
     half = [1.0, 0.0, 0.0, 0.0] + [None] * 4
-    result = summarise_groups([make_group("a", [1.0] * 8), make_group("b", half)], attempts=8)
+    whole = [make_group(str(index), [1.0] * 8) for index in range(9)]
+    result = summarise_groups([*whole, make_group("half", half)], attempts=8)
     assert list(result.pass_at_k) == list(result.pass_hat_k) == [1, 2, 4, 8]
     assert result.pass_at_k[4] == 1.0
-    assert result.pass_hat_k[4] == 0.5
-    assert result.pass_hat_k[8] == 1.0, "of the one task that has eight graded attempts"
-    assert result.success == 0.625
+    assert result.pass_hat_k[4] == pytest.approx(0.9)
+    assert result.pass_hat_k[8] == 1.0, "of the nine tasks that have eight graded attempts"
+    assert result.success == pytest.approx(0.925)
+
+
+def test_a_k_that_many_tasks_lack_is_left_out() -> None:
+    """It would be a figure of a few tasks that looks like one of all."""
+    half = [1.0, 0.0, 0.0, 0.0] + [None] * 4
+    result = summarise_groups([make_group("a", [1.0] * 8), make_group("b", half)], attempts=8)
+    assert list(result.pass_at_k) == list(result.pass_hat_k) == [1, 2, 4]
 
 
 def test_partial_rewards_are_no_success() -> None:

@@ -102,3 +102,4 @@ def test_forged_markers_in_tool_output_do_nothing_b12() -> None:
     assert not RENDERER.control_tokens.keys() & {token for s in observed for token in s.token_ids}
     assert trajectory.forged == RENDERER.count_forged(FORGED) == 5
     assert summarise([trajectory, trajectory])["control_tokens/forged"] == 10
+    assert attempt(ScriptedEngine([raw('<tool_call>{"name": "echo"}'), say("ok")])).forged == 0, "our own words"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from scripts.run_folder import only_writer
 
 
 def python_stage(name: str, code: str, result: Path) -> Stage:
-    return Stage(name=name, command=[sys.executable, "-c", code], result=result)
+    return Stage(name=name, command=[sys.executable, "-c", code], result=result, folder=result)
 
 
 def test_a_stage_that_is_done_is_skipped_and_one_that_fails_is_named(
@@ -31,7 +34,7 @@ def test_a_stage_that_is_done_is_skipped_and_one_that_fails_is_named(
         python_stage("fourth", f"import pathlib; pathlib.Path({str(never)!r}).touch()", never),
     ]
 
-    with pytest.raises(ValueError, match="the stage 'third' ended with exit code 3; start the same command to go on"):
+    with pytest.raises(ValueError, match=r"the stage 'third' ended with exit code 3 .*; start the same"):
         run_stages(tmp_path, planned)
 
     assert f"first: done before ({done}; delete {tmp_path} to start over)" in capfd.readouterr().out
@@ -49,32 +52,63 @@ def test_stages_may_write_byte_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     """What is there already would be taken for the other run's."""
-    hold_choices(tmp_path, {"configs": "quickstart", "seed": 0})
-    hold_choices(tmp_path, {"configs": "quickstart", "seed": 0})
+    choices, others = {"configs": "quickstart", "seed": 0}, {"configs": "quickstart", "seed": 1}
+    stage = python_stage("one", "", tmp_path / "result")
+    hold_choices(tmp_path, others, [stage])  # nothing was made with them
+    hold_choices(tmp_path, choices, [stage])
+    stage.result.touch()
+    hold_choices(tmp_path, choices, [stage])
     with pytest.raises(ValueError, match=r"holds a run with --configs quickstart, --seed 0; delete the folder"):
-        hold_choices(tmp_path, {"configs": "quickstart", "seed": 1})
+        hold_choices(tmp_path, others, [stage])
+    (tmp_path / "quickstart.json").unlink()
+    with pytest.raises(ValueError, match=r"result is there, but not .*quickstart\.json; delete"):
+        hold_choices(tmp_path, choices, [stage])
 
 
-def test_a_result_that_was_made_from_an_earlier_one_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+def test_what_was_made_from_an_earlier_result_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
     planned = stages(tmp_path, configs="quickstart", seed=0, sandbox="auto")
     for stage in planned:
         stage.result.parent.mkdir(parents=True, exist_ok=True)
         stage.result.touch()
-    grpo = next(stage for stage in planned if stage.name == "GRPO")
-    grpo.result.unlink()
-    with pytest.raises(ValueError, match=r"grpo/final is gone, and .*eval/grpo\.json was made from it"):
+    (tmp_path / "sft" / "final").unlink()  # its checkpoints would be
+    (tmp_path / "grpo" / "final").unlink()  # a half-done run would go on with another start
+    old = ", ".join(str(tmp_path / name) for name in ("eval/sft.json", "grpo", "eval/grpo.json"))
+    with pytest.raises(
+        ValueError, match=re.escape(f"sft/final is gone, and what was made from it is there: delete {old}")
+    ):
         run_stages(tmp_path, planned)
 
 
-def test_sigterm_ends_all_processes_of_a_stage(tmp_path: Path) -> None:
-    """The launcher's child too, and it may clean up first."""
-    child = (
-        "import pathlib, time\n"
-        f"pathlib.Path({str(tmp_path / 'started')!r}).touch()\n"
-        "try: time.sleep(600)\n"
-        f"finally: pathlib.Path({str(tmp_path / 'clean')!r}).touch()"
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ({"configs": "smolm2", "seed": 0}, "no configs/data_smolm2.toml"),
+        ({"configs": "smollm2", "seed": -1}, "0 or more"),
+    ],
+)
+def test_a_typo_is_said_before_anything_is_written(tmp_path: Path, choice: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        stages(tmp_path, sandbox="auto", **choice)
+
+
+LAUNCHED = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "started").touch()
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    time.sleep(2)
+    (folder / "clean").touch()
+"""
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP, signal.SIGINT]])
+def test_a_signal_ends_all_processes_of_a_stage(tmp_path: Path, signals: list[signal.Signals]) -> None:
+    """The launcher's child has time to clean up, whatever comes meanwhile, and nobody prints a traceback."""
+    launcher = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {LAUNCHED!r}, {str(tmp_path)!r}]).wait()"
     )
-    launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     code = (
         "import sys\nfrom scripts.console import run_main\nfrom scripts.quickstart import run_command\n"
         f"run_main(lambda: run_command('one', [sys.executable, '-c', {launcher!r}]))"
@@ -83,11 +117,34 @@ def test_sigterm_ends_all_processes_of_a_stage(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.terminate()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.3)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; start the same command again to continue" in errors
     assert (tmp_path / "clean").exists()
+    assert errors == "interrupted; start the same command again to continue\n"
+
+
+def test_under_nohup_the_end_of_the_terminal_ends_nothing() -> None:
+    code = (
+        "import signal, sys\nfrom scripts.quickstart import run_command\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "run_command('one', [sys.executable, '-c', 'import os, signal; os.kill(os.getppid(), signal.SIGHUP)'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_sandbox_that_cannot_be_had_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.try_sandbox", "docker"],
+        env=os.environ | {"DOCKER_HOST": "unix:///tmp/none.sock"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: docker: no daemon answers at unix:///tmp/none.sock")
 
 
 def test_two_processes_never_write_one_run(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_every_process_starts_from_the_same_adapters_and_draws_as_before() -> No
 def test_frozen_weights_may_be_bfloat16_while_adapters_are_float32(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     model = load_trained(str(tmp_path), dtype="bfloat16", lora=LoraSettings(rank=4), device=torch.device("cpu"), seed=0)
+    assert {tensor.dtype for tensor in full_state_dict(model).values()} == {torch.bfloat16}, "as they were read"
     kinds = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     learner = Learner(
