@@ -146,12 +146,13 @@ def _row_kind(row: TrainingSample) -> Kind:
 
 def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit: int) -> Loaded:
     # Imported here: chat templates need transformers, which takes seconds to load and which other files do without.
-    from transformers import AutoTokenizer
+    # AutoTokenizer would load torch and the code of models too, six seconds more.
+    from transformers import PreTrainedTokenizerFast
 
     from data.chat import TemplateRenderer
     from data.demonstrations import read_demonstrations, to_sample, why_dropped
 
-    renderer = TemplateRenderer(AutoTokenizer.from_pretrained(model, local_files_only=True), name=str(model))
+    renderer = TemplateRenderer(PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True), name=str(model))
     rows = list(read_demonstrations(path))
     views: list[MaskView] = []
     for row in rows[:limit]:
