@@ -28,6 +28,8 @@ def check_samples(path: Path, ledger: Path | None = None) -> str:
         GateError: the first violation.
         ValueError: the file holds no samples, or there is no ledger.
     """
+    if ledger is not None and not ledger.is_file():
+        raise ValueError(f"--ledger {ledger}: no such file; a run has it in {_LEDGER}")
     kind = file_kind(path)
     if kind != "samples":
         raise ValueError(f"{path} holds {kind}, not packed samples; a run writes those to samples/step-NNNNNN.jsonl")

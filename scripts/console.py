@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -18,8 +19,13 @@ EXPECTED = (ValueError, OSError, SandboxError, EngineError, GateError)
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command. What a person can do something about is one line and exit code 2; a violated gate is exit code 1;
-    anything else is a fault of ours and keeps its traceback. AGENTGRAD_DEBUG=1 keeps every traceback."""
+    """Run a command. SIGTERM ends it as Ctrl-C does: sandboxes are removed first.
+
+    What a person can do something about is one line and exit code 2; a violated gate is exit code 1; anything else is a
+    fault of ours and keeps its traceback. AGENTGRAD_DEBUG=1 keeps every traceback.
+    """
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         main()
     except KeyboardInterrupt:

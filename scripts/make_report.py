@@ -23,8 +23,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     output: Path = arguments.output or arguments.runs[0] / "report.html"
-    write_page(output, render_report(load_runs(arguments.runs)))
+    runs = load_runs(arguments.runs)
+    write_page(output, render_report(runs))
     print(f"report: {output}")
+    for run in runs:
+        for note in run.notes:
+            print(f"note on {run.name}: {note}")
 
 
 if __name__ == "__main__":

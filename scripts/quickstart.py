@@ -23,6 +23,7 @@ from typing import Any
 
 from data.jsonl import replace_text
 from scripts.console import run_main
+from scripts.run_folder import only_writer
 from scripts.try_sandbox import sandbox_works
 
 STOP_S = 15.0
@@ -112,10 +113,11 @@ def quickstart(folder: Path, *, configs: str, seed: int, sandbox: str) -> None:
     """
     started = time.perf_counter()
     planned = stages(folder, configs=configs, seed=seed, sandbox=sandbox)
-    hold_choices(folder, {"configs": configs, "seed": seed}, planned)
-    run_stages(folder, planned)
     report = folder / "report.html"
-    run_command("report", [sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)])
+    with only_writer(folder):
+        hold_choices(folder, {"configs": configs, "seed": seed}, planned)
+        run_stages(folder, planned)
+        run_command("report", [sys.executable, "-m", "scripts.make_report", str(folder), "--output", str(report)])
     print(f"== report: {report} ({time.perf_counter() - started:.0f} s for this call)")
 
 

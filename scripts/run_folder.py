@@ -15,8 +15,10 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Hold the folder, which is made where it is not there; a process that dies lets go of it.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process holds it, or it is no folder.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder to write the run into")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+") as file:
         try:

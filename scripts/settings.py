@@ -261,6 +261,9 @@ def _one_line(error: ValidationError, path: Path | None) -> str:
     """The first of the problems, with its key."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    what = {"extra_forbidden": "unknown key", "missing": "missing"}.get(first["type"], first["msg"])
+    what = {"extra_forbidden": "unknown key", "missing": "missing"}.get(first["type"])
+    if what is None:
+        given = f" (given: {first['input']!r})" if isinstance(first["input"], str | int | float) else ""
+        what = first["msg"].removeprefix("Value error, ") + given
     where = f"configuration {path}" if path is not None else "configuration"
     return f"{where}: {key}: {what}"

@@ -35,7 +35,10 @@ def load_samples(
     path = Path(config.data)
     if not path.is_file():
         raise ValueError(f"{path}: no such file of demonstrations; make one with scripts.make_data or set sft.data")
-    samples, report = to_samples(read_demonstrations(path), renderer, max_length=config.max_length)
+    try:
+        samples, report = to_samples(read_demonstrations(path), renderer, max_length=config.max_length)
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     check_samples(samples, renderer.stop_token_ids, tokenizer)
     return samples, report
 

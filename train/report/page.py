@@ -43,6 +43,8 @@ def render_page(template: str, *, styles: Sequence[str], scripts: Sequence[str],
 
 def write_page(path: Path, html: str) -> None:
     """Write a page in one move. What is no Unicode text (a lone half of a character) is spelled out."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(html.encode("utf-8", "backslashreplace"))

@@ -57,7 +57,9 @@ def file_kind(path: Path) -> FileKind:
         ValueError: it is empty, no JSONL, or holds something else.
     """
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'samples' / 'step-000001.jsonl'}")
+        files = sorted(path.rglob("*.jsonl"))
+        such_as = f"such as {files[0]}" if files else "there is no *.jsonl in it"
+        raise ValueError(f"{path} is a folder; name a file in it, {such_as}")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     with path.open("rb") as file:
