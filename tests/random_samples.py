@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data.rows import SampleBuilder
 from data.types import Segment, Source, TrainingSample
+from train.config import GrpoConfig, OptimizerConfig
+from train.learner import Learner
 
 VOCABULARY = 97
 
@@ -31,6 +34,11 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
         pad_token_id=1,
     )
     return LlamaForCausalLM(config)
+
+
+def tiny_learner(model: PreTrainedModel, config: GrpoConfig, optimizer: OptimizerConfig) -> Learner:
+    """A learner in this one process, for samples as `random_samples` makes them."""
+    return Learner(model, Accelerator(cpu=True), config=config, optimizer=optimizer, temperature=1.0, pad_token_id=1)
 
 
 def random_samples(count: int, *, seed: int = 0, advantages: list[float] | None = None) -> list[TrainingSample]:

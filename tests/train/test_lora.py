@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from tests.random_samples import random_samples, tiny_model
+from tests.random_samples import random_samples, tiny_learner, tiny_model
 from train.checkpoint import save_checkpoint
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
 from train.learner import Learner
@@ -21,13 +20,10 @@ IDS = [9, 30, 41, 12, 77, 25, 60]
 
 def trained() -> Learner:
     """A learner with adapters, after one large step."""
-    learner = Learner(
+    learner = tiny_learner(
         add_lora(tiny_model(), LoraSettings(rank=4, alpha=8), seed=0),
-        Accelerator(cpu=True),
-        config=GrpoConfig(max_micro_batch_tokens=512),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        temperature=1.0,
-        pad_token_id=1,
+        GrpoConfig(max_micro_batch_tokens=512),
+        OptimizerConfig(learning_rate=1e-2),
     )
     learner.update(learner.pack(random_samples(4, advantages=[1.0, -1.0, 1.0, -1.0])))
     learner.update(learner.pack(random_samples(4, advantages=[1.0, -1.0, 1.0, -1.0])))
@@ -96,13 +92,8 @@ def test_frozen_weights_may_be_bfloat16_while_adapters_are_float32(tmp_path: Pat
     assert {tensor.dtype for tensor in full_state_dict(model).values()} == {torch.bfloat16}, "as they were read"
     kinds = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    learner = Learner(
-        model,
-        Accelerator(cpu=True),
-        config=GrpoConfig(max_micro_batch_tokens=512, dtype="bfloat16"),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        temperature=1.0,
-        pad_token_id=1,
+    learner = tiny_learner(
+        model, GrpoConfig(max_micro_batch_tokens=512, dtype="bfloat16"), OptimizerConfig(learning_rate=1e-2)
     )
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "lora_B" in name}
     learner.update(learner.pack(random_samples(4, advantages=[1.0, -1.0, 1.0, -1.0])))

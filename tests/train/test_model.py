@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.random_samples import VOCABULARY, random_samples, tiny_model
+from tests.random_samples import VOCABULARY, random_samples, tiny_learner, tiny_model
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
-from train.learner import Learner
 from train.lora import load_trained
 from train.model import load_model, score
 
@@ -111,14 +109,7 @@ def test_rounding_hides_nothing(tmp_path: Path, kind: str, options: dict[str, An
 )
 def test_the_first_update_has_a_ratio_of_one(kind: str, options: dict[str, Any]) -> None:
     """What was sampled from the model as it is is what the trainer's first forward pass says."""
-    learner = Learner(
-        make(kind, **options).train(),
-        Accelerator(cpu=True),
-        config=GrpoConfig(max_micro_batch_tokens=512),
-        optimizer=OptimizerConfig(),
-        temperature=1.0,
-        pad_token_id=1,
-    )
+    learner = tiny_learner(make(kind, **options).train(), GrpoConfig(max_micro_batch_tokens=512), OptimizerConfig())
     policy = make(kind, **options).eval()
     sampled = [
         replace(sample, sampled_logprobs=(0.0, *score(policy, sample.token_ids)))
@@ -134,13 +125,8 @@ def test_small_steps_reach_weights_that_are_trained_in_bfloat16(tmp_path: Path) 
     tiny_model().save_pretrained(tmp_path)
     cpu = torch.device("cpu")
     model = load_trained(str(tmp_path), dtype="bfloat16", lora=LoraSettings(), device=cpu, seed=0)
-    learner = Learner(
-        model,
-        Accelerator(cpu=True),
-        config=GrpoConfig(max_micro_batch_tokens=512, dtype="bfloat16"),
-        optimizer=OptimizerConfig(learning_rate=1e-6),
-        temperature=1.0,
-        pad_token_id=1,
+    learner = tiny_learner(
+        model, GrpoConfig(max_micro_batch_tokens=512, dtype="bfloat16"), OptimizerConfig(learning_rate=1e-6)
     )
     ids = [9, 30, 41, 12, 77, 25, 60]
     rough, exact = torch.tensor(learner.score(ids)), torch.tensor(score(model, ids))
@@ -152,13 +138,10 @@ def test_small_steps_reach_weights_that_are_trained_in_bfloat16(tmp_path: Path) 
 
 
 def test_the_schedule_ends_with_the_run_whatever_the_steps_had_to_train_on() -> None:
-    learner = Learner(
+    learner = tiny_learner(
         tiny_model(),
-        Accelerator(cpu=True),
-        config=GrpoConfig(max_micro_batch_tokens=512, max_steps=4, num_mini_batches=2),
-        optimizer=OptimizerConfig(learning_rate=1.0, lr_scheduler_type="linear"),
-        temperature=1.0,
-        pad_token_id=1,
+        GrpoConfig(max_micro_batch_tokens=512, max_steps=4, num_mini_batches=2),
+        OptimizerConfig(learning_rate=1.0, lr_scheduler_type="linear"),
     )
     batches = learner.pack(random_samples(2, advantages=[0.0, 0.0]))
     rates = []
