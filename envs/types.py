@@ -111,7 +111,9 @@ class ExecResult:
 
     What the sandbox itself did wrong is a `SandboxError`, never an ExecResult. `exit_code` is the exact
     code (128 + signal when a signal ended it, 124 when `timed_out`). `stdout` and `stderr` are text with
-    undecodable bytes replaced; `output_truncated` says that more came than `max_output_bytes`.
+    undecodable bytes replaced; `output_truncated` says that more came than `max_output_bytes`. `oom_killed`:
+    the kernel killed a process of it for memory. `processes_left` are still running: background processes, or after
+    a time-out those that could not be killed.
     """
 
     exit_code: int
@@ -120,4 +122,5 @@ class ExecResult:
     timed_out: bool = False
     oom_killed: bool = False
     output_truncated: bool = False
+    processes_left: int = 0
     duration_s: float = 0.0

@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from envs.types import ExecResult
 
 DEFAULT_IMAGE = "agentgrad-sandbox:1"
 """The image of the Docker sandbox: `bash scripts/build_sandbox_image.sh` makes it without a registry."""
+
+MIB = 1024 * 1024
+MAX_OUTPUT_BYTES = 64 * 1024
+"""Of each of stdout and stderr, what a result keeps unless the caller says otherwise."""
+
+Network = Literal["none", "allowlist", "public"]
+User = Literal["nobody", "root"]
 
 
 class SandboxError(RuntimeError):
@@ -28,24 +35,84 @@ class SandboxUnavailableError(SandboxError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one sandbox may use. There is no network, whatever the limits."""
+    """What one sandbox may use, all its commands together. envs/README.md says which back-end enforces what."""
 
-    memory_bytes: int = 256 * 1024 * 1024
+    memory_bytes: int = 256 * MIB
     max_processes: int = 64
-    max_file_bytes: int = 64 * 1024 * 1024
+    max_file_bytes: int = 64 * MIB
+    disk_bytes: int = 128 * MIB
+    """Of each writable folder (the working folder, /tmp, `SandboxSpec.folders`)."""
     cpus: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxSpec:
-    """What a task needs from its sandbox: the files that lie in the working folder, and the limits.
+class SandboxFile:
+    """A file with its mode, where 0o644 is not right."""
 
-    `files` maps a relative path to its content. The working folder is the command's current folder; it is
-    writable, and it is gone when the sandbox closes.
+    content: bytes
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """What a task needs from its sandbox.
+
+    `files` maps a path to its content; a relative one lies in `workdir`, the commands' current folder. `folders` are
+    further absolute folders that can be written. All of them are gone when the sandbox closes.
+
+    The defaults are the safe ones. A task that needs more declares it, and `relaxed` says so in its record: `user`,
+    `writable_root` (the image's whole tree can be written), `network` (`allowlist`: HTTP and HTTPS to `allowed_hosts`
+    through a proxy that the variables http_proxy and https_proxy name; `public`: to every public host).
     """
 
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | SandboxFile] = field(default_factory=dict)
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    image: str | None = None
+    """None: the one that the factory was opened with. bubblewrap has the machine's own programs instead."""
+    workdir: str = "/work"
+    folders: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: User = "nobody"
+    writable_root: bool = False
+    network: Network = "none"
+    allowed_hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for folder in (self.workdir, *self.folders):
+            parts = folder.split("/")
+            if not folder.startswith("/") or folder == "/" or ".." in parts or "\0" in folder or ":" in folder:
+                raise ValueError(f"sandbox folder {folder!r} must be an absolute path without '..' and ':', and not /")
+        if (self.network == "allowlist") != bool(self.allowed_hosts):
+            raise ValueError("allowed_hosts go with network 'allowlist', and with nothing else")
+
+    @property
+    def relaxed(self) -> tuple[str, ...]:
+        """What is weaker than the defaults, in words; empty for a sandbox with all of them.
+
+        >>> SandboxSpec(user="root", network="allowlist", allowed_hosts=("example.org",)).relaxed
+        ('user root', 'network to example.org')
+        """
+        hosts = ", ".join(self.allowed_hosts) or "every public host"
+        reasons = [
+            ("user root", self.user == "root"),
+            ("writable root file system", self.writable_root),
+            (f"network to {hosts}", self.network != "none"),
+        ]
+        return tuple(text for text, applies in reasons if applies)
+
+
+class Shell(Protocol):
+    """A shell session: the current folder and the exported variables of one command are there for the next.
+
+    Each command is a process of its own, so one that is late or killed loses its own changes and nothing else. What is
+    not exported (functions, aliases, plain variables) does not last.
+    """
+
+    async def run(
+        self, command: str, *, timeout_s: float, stdin: bytes = b"", max_output_bytes: int = MAX_OUTPUT_BYTES
+    ) -> ExecResult:
+        """Run a command line; errors as `Sandbox.exec`."""
+        ...
 
 
 class Sandbox(Protocol):
@@ -53,35 +120,73 @@ class Sandbox(Protocol):
 
     async def exec(
         self,
-        argv: Sequence[str],
+        command: str | Sequence[str],
         *,
         timeout_s: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-        max_output_bytes: int = 65536,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> ExecResult:
-        """Run `argv` in the working folder and wait for it.
+        """Run a program with its arguments, or a command line in `sh -c`, and wait for it.
 
         A missing program is exit code 127, a file that cannot be executed 126. After `timeout_s` seconds every
-        process of the command is killed and `timed_out` is set. stdin ends at once unless given. At most
-        `max_output_bytes` of each of stdout and stderr are kept.
+        process of the command is killed, whatever session or parent it took, and `timed_out` is set. stdin ends at
+        once unless given. Of each of stdout and stderr at most `max_output_bytes` are kept, one half from the
+        beginning and one from the end, with a line between them that says how much was cut. What a command leaves
+        running in the background does not hold the call, and lives until the sandbox closes.
+
+        Args:
+            cwd: the current folder, relative to the working folder or absolute.
+            env: variables on top of the sandbox's own.
 
         Raises:
             SandboxError: the sandbox is closed, gone, or could not start the command.
+            ValueError: no program is named, or an argument holds a NUL.
         """
         ...
 
-    async def read_file(self, path: str) -> bytes:
-        """The content of a file, `path` relative to the working folder.
+    def shell(self, program: str = "sh") -> Shell:
+        """A new shell session that starts in the working folder; `program` is a POSIX shell of the sandbox."""
+        ...
+
+    async def read_file(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """The content of a file, `path` relative to the working folder or absolute.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the path leaves the working folder.
+            FileNotFoundError: there is no such file, it is no plain file, or the sandbox's user may not read it.
+            ValueError: it is larger than `max_bytes` (the limit `max_file_bytes` unless given).
             SandboxError: the sandbox is closed or gone.
         """
         ...
 
-    async def write_file(self, path: str, content: bytes) -> None:
-        """Write a file, `path` relative to the working folder; missing folders are made. Errors as above."""
+    async def write_file(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+        """Write a file; missing folders are made. A link is followed, inside the sandbox.
+
+        Raises:
+            OSError: it cannot be written: no space, read-only, a folder is in the way.
+            SandboxError: the sandbox is closed or gone.
+        """
+        ...
+
+    async def write_files(self, files: Mapping[str, bytes | SandboxFile]) -> None:
+        """Write several files, with their folders and modes; errors as `write_file`."""
+        ...
+
+    async def kill_all(self) -> int:
+        """Kill every process of the sandbox but its own server, and say how many there were. Files stay.
+
+        Raises:
+            SandboxError: something could not be killed, or the sandbox is closed or gone.
+        """
+        ...
+
+    async def reset(self) -> None:
+        """Back to the beginning: a new sandbox takes this one's place, with the files of the spec and nothing else.
+
+        Raises:
+            SandboxError: no new one could be started.
+        """
         ...
 
     async def close(self) -> None:
@@ -101,10 +206,12 @@ class SandboxFactory(Protocol):
     name: str
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A new, empty sandbox that holds the files of `spec`.
+        """A new sandbox that holds the files of `spec`.
 
         Raises:
             SandboxError: it could not be started.
+            SandboxUnavailableError: it never can be here: the image is missing, or `spec` asks for what this kind of
+                sandbox cannot give.
         """
         ...
 
@@ -113,13 +220,6 @@ class SandboxFactory(Protocol):
         ...
 
 
-def relative_path(path: str) -> str:
-    """`path`, when it stays inside the working folder; `ValueError` otherwise.
-
-    >>> relative_path("notes/a.txt")
-    'notes/a.txt'
-    """
-    parts = path.split("/")
-    if not path or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError(f"path {path!r} must be relative and stay inside the working folder")
-    return path
+def with_mode(file: bytes | SandboxFile) -> SandboxFile:
+    """`file` with the mode it gets."""
+    return SandboxFile(content=file) if isinstance(file, bytes) else file

@@ -1,9 +1,7 @@
-"""The embedded sandbox: each command is one `bwrap` run in namespaces of its own; no daemon, no image.
+"""The embedded sandbox: the server is process 1 of namespaces that `bwrap` makes; no daemon, and no image needed.
 
-A command sees the machine's /usr read-only, its own /work and /tmp, and nothing else of the machine: no network, no
-home folders, no secrets of /etc, no process but its own. What it leaves running ends when it ends, because the process
-namespace ends with it. What bwrap alone cannot do: limit the memory, the processors or the disk of a sandbox as a
-whole, and see that a process ran out of memory (`oom_killed` is always False); memory is limited for each process.
+Commands see the machine's /usr read-only (or an unpacked root file system), their own writable folders in memory, and
+nothing else of the machine: no network, no home folders, no secrets of /etc, no process but their own.
 """
 
 from __future__ import annotations
@@ -14,32 +12,44 @@ import json
 import os
 import shutil
 import signal
-import tempfile
-from collections.abc import Sequence
+import socket
+import subprocess
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
-from envs.sandbox.base import SandboxError, SandboxSpec, SandboxUnavailableError
-from envs.sandbox.command import COMMAND_ENVIRONMENT, KILLED_EXIT_CODE, CommandSandbox, RawResult
-from envs.sandbox.factory import CommandFactory
-from envs.sandbox.folder import make_folder, remove_folder
-from envs.sandbox.process import run_process
+from envs.sandbox import wire
+from envs.sandbox.base import DEFAULT_IMAGE, SandboxError, SandboxSpec, SandboxUnavailableError
+from envs.sandbox.build_server import cache_folder, server_program
+from envs.sandbox.cgroup import Cgroup, Cgroups, entering
+from envs.sandbox.launch import (
+    PROXY_PORT,
+    SERVER,
+    START_S,
+    Launched,
+    must_answer,
+    proxy_variables,
+    read_exactly,
+    wait_for_exit,
+)
+from envs.sandbox.rootfs import unpack_rootfs
 
 NOBODY = 65534
 SHARED_MEMORY_BYTES = 16 * 1024 * 1024
-SELF_TEST_S = 10.0
-ENVIRONMENT = {**COMMAND_ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/work"}
+END_S = 5.0
+HELLO_BYTES = len(wire.frame(wire.HELLO, 0, bytes(4)))
 
 NAMESPACES = (
-    *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
-    *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"),
+    *("--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--as-pid-1"),
+    *("--hostname", "sandbox", "--cap-drop", "ALL"),
 )
 # Programs and libraries are reached through these; whatever else lies in /etc stays out.
 VISIBLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache")
 ETC = {
-    "passwd": f"root:x:0:0:root:/:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}:nobody:/work:/bin/sh\n",
-    "group": f"root:x:0:\nnogroup:x:{NOBODY}:\n",
-    "hosts": "127.0.0.1 localhost\n",
+    "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}:nobody:/work:/bin/sh\n",
+    "/etc/group": f"root:x:0:\nnogroup:x:{NOBODY}:\n",
+    "/etc/hosts": "127.0.0.1 localhost\n",
 }
 # What in the kernel keeps an ordinary user from making namespaces: the setting, the value that does, one that does not.
 SWITCHES = (
@@ -49,107 +59,153 @@ SWITCHES = (
 )
 
 
-class BubblewrapSandbox(CommandSandbox):
-    """One working folder on the machine's disk, bound to /work; `launcher` is the command line up to the limits."""
+class _BubblewrapLaunched:
+    """One `bwrap` process, its namespaces, and its group."""
 
-    def __init__(self, folder: Path, spec: SandboxSpec, launcher: Sequence[str]) -> None:
-        super().__init__("bubblewrap", spec.limits)
-        self._folder = folder
-        self._launcher = launcher
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        connected: socket.socket,
+        variables: Mapping[str, str],
+        info: int,
+        said: int,
+        group: Cgroup | None,
+    ) -> None:
+        self.name = f"bubblewrap-{uuid.uuid4().hex}"
+        self.connected = connected
+        self.variables = variables
+        self._process = process
+        self._info = info
+        self._said = said
+        self._group = group
+        self._ending: asyncio.Future[None] | None = None
 
-    async def _run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes, max_output_bytes: int) -> RawResult:
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        status = bytearray()
+    async def end(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)
 
-        def read_status() -> None:
-            with contextlib.suppress(BlockingIOError):
-                status.extend(os.read(reader, 4096))
+    async def _end(self) -> None:
+        self.connected.close()
+        if not await wait_for_exit(self._process, END_S):
+            # The server should have ended with its channel. Ending the first process inside ends all of them.
+            self._kill()
+            if not await wait_for_exit(self._process, END_S):
+                raise SandboxError(f"bubblewrap: process {self._process.pid} cannot be killed")
+        os.close(self._info)
+        os.close(self._said)
+        if self._group is not None and not await asyncio.to_thread(self._group.remove):
+            raise SandboxError(f"bubblewrap: the control group {self._group.folders[0]} cannot be removed")
 
-        def kill(_pid: int) -> None:
-            # Ending the first process inside, and not bwrap, makes bwrap reap it; so when bwrap has ended, all of
-            # the process namespace has.
-            read_status()
-            child = _status_value(status, "child-pid")
-            if child is not None:
-                with contextlib.suppress(ProcessLookupError):  # it ended just now
-                    os.kill(child, signal.SIGKILL)
+    def _kill(self) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            os.kill(json.loads(os.pread(self._info, 4096, 0))["child-pid"], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
-        try:
-            done = await run_process(
-                [*self._launcher, *self._inside(writer), *argv],
-                cwd=Path("/"),
-                environment=ENVIRONMENT,
-                timeout_s=timeout_s,
-                stdin=stdin,
-                max_output_bytes=max_output_bytes,
-                pass_fds=(writer,),
-                kill=kill,
-            )
-            read_status()
-        finally:
-            os.close(reader)
-            os.close(writer)
-        killed = done.timed_out or done.exit_code in (KILLED_EXIT_CODE, 126)
-        if not killed and _status_value(status, "exit-code") is None:
-            raise SandboxError(f"bwrap could not start the command: {done.stderr.decode('utf-8', 'replace').strip()}")
-        return done
+    async def why_gone(self) -> str:
+        if self._ending is None and await wait_for_exit(self._process, END_S):
+            return f"bwrap ended with {self._process.returncode}{self.last_words()}"
+        return "its process was killed from outside, or it ran out of memory"
 
-    def _inside(self, status_fd: int) -> list[str]:
-        limits = self._limits
-        return [
-            *("--size", str(limits.max_file_bytes), "--tmpfs", "/tmp"),
-            *("--bind", str(self._folder), "/work", "--chdir", "/work", "--remount-ro", "/"),
-            *("--json-status-fd", str(status_fd), "--"),
-            # Set here and not outside, so that the processes are counted for this namespace alone.
-            *("prlimit", f"--nproc={limits.max_processes}", f"--as={limits.memory_bytes}"),
-            *(f"--fsize={limits.max_file_bytes}", "--core=0", "--"),
-        ]
-
-    async def _release(self) -> None:
-        await asyncio.to_thread(remove_folder, self._folder)
+    def last_words(self) -> str:
+        text = os.pread(self._said, 4096, 0).decode("utf-8", "replace").strip()
+        return f": {text.splitlines()[-1]}" if text else ""
 
 
-class BubblewrapFactory(CommandFactory):
-    """Starts `BubblewrapSandbox`es; made by `create`."""
+class BubblewrapLauncher:
+    """Starts sandboxes with bwrap."""
 
     name = "bubblewrap"
 
-    def __init__(self, folder: Path, launcher: Sequence[str], owner: int | None) -> None:
-        super().__init__()
-        self.folder = folder
-        self._launcher = launcher
-        self._owner = owner
+    def __init__(self) -> None:
+        self._cgroups = Cgroups.find()
+        self._owner = NOBODY if os.geteuid() == 0 else None
 
-    @classmethod
-    async def create(cls) -> Self:
-        """A factory whose self-test has run one command.
-
-        Raises:
-            SandboxUnavailableError: bwrap is missing or may not make namespaces; one line says what helps.
-        """
-        owner = NOBODY if os.geteuid() == 0 else None
-        launcher = [*_programs(owner), *NAMESPACES]
-        folder = await asyncio.to_thread(_make_root, owner)
-        factory = cls(folder, [*launcher, *_mounts(folder)], owner)
+    async def check(self, spec: SandboxSpec) -> None:
+        _refuse(spec)
+        launched = None
         try:
-            async with await factory.start(SandboxSpec()) as sandbox:
-                done = await sandbox.exec(["sh", "-c", "command -v prlimit readlink cat"], timeout_s=SELF_TEST_S)
-            if done.exit_code != 0:
-                raise SandboxError(f"the self-test ended with {done.exit_code}: {done.stderr.strip()}")
-        except BaseException as error:
-            await factory.close()
-            if isinstance(error, SandboxError):
-                raise SandboxUnavailableError(_why_blocked(error)) from error
+            launched = await self.launch(spec)
+        except SandboxUnavailableError:
             raise
-        return factory
+        except SandboxError as error:
+            raise SandboxUnavailableError(_why_blocked(error)) from error
+        finally:
+            if launched is not None:
+                await launched.end()
 
-    async def _start(self, spec: SandboxSpec) -> BubblewrapSandbox:
-        folder = await asyncio.to_thread(make_folder, self.folder, spec.files, self._owner)
-        return BubblewrapSandbox(folder, spec, self._launcher)
+    async def launch(self, spec: SandboxSpec) -> Launched:
+        _refuse(spec)
+        programs = [*_programs(self._owner), *NAMESPACES]
+        server = await asyncio.to_thread(server_program)
+        root = None
+        if spec.image not in (None, DEFAULT_IMAGE):
+            root = await asyncio.to_thread(unpack_rootfs, Path(str(spec.image)), cache_folder() / "rootfs")
+        group = None if self._cgroups is None else self._cgroups.make(spec.limits)
+        launched = self._spawn(spec, programs, server, root, group)
+        try:
+            launched.connected.setblocking(False)
+            async with asyncio.timeout(START_S):
+                must_answer(await read_exactly(launched.connected, HELLO_BYTES), "bubblewrap")
+        except (SandboxError, OSError, TimeoutError) as error:
+            await wait_for_exit(launched._process, END_S)
+            words = launched.last_words()
+            await launched.end()
+            raise SandboxError(f"bubblewrap: bwrap could not start a sandbox{words or f': {error}'}") from error
+        except BaseException:
+            await launched.end()
+            raise
+        return launched
 
-    async def _release(self) -> None:
-        await asyncio.to_thread(remove_folder, self.folder)
+    def _spawn(
+        self, spec: SandboxSpec, programs: list[str], server: Path, root: Path | None, group: Cgroup | None
+    ) -> _BubblewrapLaunched:
+        ours, theirs = socket.socketpair()
+        info, said = os.memfd_create("info"), os.memfd_create("stderr")
+        with theirs, ExitStack() as opened:
+            passed: list[int] = [info]
+
+            def pass_on(fd: int) -> str:
+                opened.callback(os.close, fd)
+                passed.append(fd)
+                return str(fd)
+
+            data = {path: pass_on(_memory(text)) for path, text in ETC.items()}
+            oom = "-1" if group is None else pass_on(os.open(group.oom_file, os.O_RDONLY | os.O_CLOEXEC))
+            program = pass_on(os.open(server, os.O_RDONLY | os.O_CLOEXEC))
+            inside = [*_mounts(spec, root, data), *_last_mounts(spec, program), *_user(spec)]
+            command = [*programs, *inside, "--info-fd", str(info), "--", SERVER, *_server_arguments(spec, group, oom)]
+            process = subprocess.Popen(
+                entering(group, command),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=said,
+                pass_fds=passed,
+                cwd="/",
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                start_new_session=True,
+            )
+        return _BubblewrapLaunched(process, ours, proxy_variables(spec), info, said, group)
+
+    async def reap(self) -> int:
+        return 0 if self._cgroups is None else await asyncio.to_thread(self._cgroups.reap)
+
+    async def end_foreign(self, name: str) -> None:
+        """Nothing to do: it ends with its channel, and its group is reaped."""
+
+    async def close(self) -> None:
+        pass
+
+
+def _refuse(spec: SandboxSpec) -> None:
+    if spec.writable_root:
+        raise SandboxUnavailableError("bubblewrap: the root file system is always read-only here; use docker")
+    if spec.image not in (None, DEFAULT_IMAGE) and not str(spec.image).startswith(("/", "./", "../")):
+        raise SandboxUnavailableError(
+            f"bubblewrap: there is no registry for {spec.image}: give the path of a root file system archive, or use "
+            "docker"
+        )
 
 
 def _programs(owner: int | None) -> list[str]:
@@ -166,33 +222,57 @@ def _programs(owner: int | None) -> list[str]:
     return ["setpriv", f"--reuid={owner}", f"--regid={owner}", "--clear-groups", "--", "bwrap"]
 
 
-def _make_root(owner: int | None) -> Path:
-    """The factory's folder: the sandboxes' working folders, and the few files of /etc that they share."""
-    folder = Path(tempfile.mkdtemp(prefix="agentgrad-bubblewrap-"))
-    (folder / "etc").mkdir()
-    for name, content in ETC.items():
-        (folder / "etc" / name).write_text(content)
-    if owner is not None:
-        folder.chmod(0o711)
-    return folder
-
-
-def _mounts(folder: Path) -> list[str]:
-    """What of the machine is seen. Everything is read-only; only /work, /tmp and /dev/shm can be written."""
-    mounts: list[str] = []
-    for place in map(Path, VISIBLE):
+def _mounts(spec: SandboxSpec, root: Path | None, data: Mapping[str, str]) -> Iterator[str]:
+    """What of the machine, or of the root file system, is seen: everything read-only."""
+    places = [Path(place) for place in VISIBLE] if root is None else sorted(root.iterdir())
+    hidden = {"/proc", "/dev", "/sys", "/tmp", spec.workdir, *spec.folders}
+    for place in places:
+        inside = str(place) if root is None else f"/{place.name}"
+        if inside in hidden:
+            continue
         if place.is_symlink():
-            mounts += ["--symlink", str(place.readlink()), str(place)]
+            yield from ("--symlink", str(place.readlink()), inside)
         elif place.exists():
-            mounts += ["--ro-bind", str(place), str(place)]
-    for name in ETC:
-        mounts += ["--ro-bind", str(folder / "etc" / name), f"/etc/{name}"]
-    mounts += ["--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
-    return [*mounts, "--remount-ro", "/dev"]
+            yield from ("--ro-bind", str(place), inside)
+    if root is None:
+        yield from ("--perms", "0755", "--dir", "/etc")
+    for path, fd in data.items():
+        if root is None or not (root / path[1:]).exists():
+            yield from ("--perms", "0644", "--ro-bind-data", fd, path)
+
+
+def _last_mounts(spec: SandboxSpec, program: str) -> Iterator[str]:
+    """The kernel's folders, the server, and what can be written: the working folder, /tmp, /dev/shm and the spec's."""
+    yield from ("--proc", "/proc", "--dev", "/dev")
+    yield from ("--size", str(SHARED_MEMORY_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
+    for folder in dict.fromkeys(("/tmp", spec.workdir, *spec.folders)):
+        yield from ("--size", str(spec.limits.disk_bytes), "--perms", "1777", "--tmpfs", folder)
+    yield from ("--perms", "0755", "--ro-bind-data", program, SERVER)
+    yield from ("--chdir", spec.workdir, "--remount-ro", "/")
+
+
+def _user(spec: SandboxSpec) -> list[str]:
+    user = "0" if spec.user == "root" else str(NOBODY)
+    return ["--uid", user, "--gid", user]
+
+
+def _server_arguments(spec: SandboxSpec, group: Cgroup | None, oom_fd: str) -> list[str]:
+    limits = spec.limits
+    # Without a group, the limits that one process can have for itself.
+    processes, memory = (0, 0) if group is not None else (limits.max_processes + 2, limits.memory_bytes)
+    port = 0 if spec.network == "none" else PROXY_PORT
+    return [str(limits.max_file_bytes), str(processes), str(memory), oom_fd, str(port)]
+
+
+def _memory(text: str) -> int:
+    fd = os.memfd_create("data")
+    os.write(fd, text.encode())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _why_blocked(error: SandboxError) -> str:
-    text = str(error)
+    text = str(error).removeprefix("bubblewrap: ")
     for name, blocked, works in SWITCHES:
         switch = Path("/proc/sys", *name.split("."))
         if switch.exists() and switch.read_text().strip() == blocked:
@@ -203,15 +283,3 @@ def _why_blocked(error: SandboxError) -> str:
             f"start a Docker daemon ({text})"
         )
     return f"bubblewrap: {text} (version 0.8 or later is needed: apt-get install bubblewrap)"
-
-
-def _status_value(status: bytearray, key: str) -> int | None:
-    """A number from bwrap's status lines, JSON objects such as `{ "child-pid": 7 }`; the last line may be cut."""
-    for line in status.splitlines():
-        try:
-            value = json.loads(line).get(key)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(value, int):
-            return value
-    return None

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import asyncio
 from types import TracebackType
 from typing import Self
 
 from envs.sandbox.base import SandboxError, SandboxSpec
-from envs.sandbox.command import CommandSandbox
+from envs.sandbox.served import ServedSandbox, Started
 
 
-class CommandFactory(ABC):
-    """The `SandboxFactory` protocol on top of `_start` and `_release`; it knows which sandboxes are still open."""
+class ServedFactory:
+    """The `SandboxFactory` protocol on top of `_begin` and `_release`."""
 
     name: str
+    confined = False
 
     def __init__(self) -> None:
-        self._sandboxes: set[CommandSandbox] = set()
+        self._sandboxes: set[ServedSandbox] = set()
         self._closed = False
 
-    @abstractmethod
-    async def _start(self, spec: SandboxSpec) -> CommandSandbox:
-        """A new sandbox; when it fails or is cancelled, nothing of it is left that `_release` would miss."""
+    async def _begin(self, spec: SandboxSpec) -> Started:
+        """A new, empty sandbox; when it fails or is cancelled, nothing of it is left."""
+        raise NotImplementedError
 
-    @abstractmethod
     async def _release(self) -> None:
         """Release what the factory holds. Called once, when its sandboxes are closed."""
 
-    async def start(self, spec: SandboxSpec) -> CommandSandbox:
+    async def start(self, spec: SandboxSpec) -> ServedSandbox:
         """See `SandboxFactory.start`."""
-        if self._closed:
-            raise SandboxError(f"{self.name}: the factory is closed; open a new one")
+        self._check_open()
         self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
-        sandbox = await self._start(spec)
+        sandbox = await ServedSandbox.open(self.name, spec, self._begin, confined=self.confined)
         if self._closed:
             await sandbox.close()
             raise SandboxError(f"{self.name}: the factory was closed while a sandbox started")
         self._sandboxes.add(sandbox)
         return sandbox
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError(f"{self.name}: the factory is closed; open a new one")
 
     async def close(self) -> None:
         """Close every sandbox that is still open, and release what the factory holds. Safe to call twice."""
@@ -45,10 +48,12 @@ class CommandFactory(ABC):
             return
         self._closed = True
         try:
-            for sandbox in self._sandboxes:
-                await sandbox.close()
+            ended = await asyncio.gather(*(sandbox.close() for sandbox in self._sandboxes), return_exceptions=True)
         finally:
             await self._release()
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Literal
 
 from envs.sandbox.base import DEFAULT_IMAGE, SandboxFactory, SandboxUnavailableError
@@ -9,10 +10,18 @@ from envs.sandbox.base import DEFAULT_IMAGE, SandboxFactory, SandboxUnavailableE
 Backend = Literal["auto", "docker", "bubblewrap", "local"]
 
 
-async def open_factory(backend: Backend = "auto", image: str = DEFAULT_IMAGE) -> SandboxFactory:
+async def open_factory(
+    backend: Backend = "auto", image: str = DEFAULT_IMAGE, *, warm: int = 0, runtime: str | None = None
+) -> SandboxFactory:
     """The factory of a back-end. `auto` takes Docker when its daemon answers and has `image`, else bubblewrap.
 
     The caller closes it. `local` has no isolation and is never chosen by `auto`.
+
+    Args:
+        image: of the specs that name none; see `envs/sandbox/images.py` for what it may be. bubblewrap takes the
+            machine's own programs for the default one.
+        warm: so many sandboxes of each kind are kept ready.
+        runtime: Docker's name of another runtime than its own, such as runsc (gVisor).
 
     Raises:
         SandboxUnavailableError: it cannot be had here; for `auto` the line names the reason of both.
@@ -23,24 +32,23 @@ async def open_factory(backend: Backend = "auto", image: str = DEFAULT_IMAGE) ->
         from envs.sandbox.local import LocalFactory
 
         return LocalFactory()
-    if backend == "bubblewrap":
-        from envs.sandbox.bubblewrap import BubblewrapFactory
+    if backend in ("docker", "bubblewrap"):
+        from envs.sandbox.pool_client import PoolFactory
+        from envs.sandbox.pool_wire import PoolKind
 
-        return await BubblewrapFactory.create()
-    if backend == "docker":
-        from envs.sandbox.docker import DockerFactory
-
-        return await DockerFactory.create(image)
+        if backend == "bubblewrap" and shutil.which("bwrap") is None:  # said without starting a process
+            raise SandboxUnavailableError("bubblewrap: bwrap is not installed: run apt-get install bubblewrap")
+        return await PoolFactory.create(PoolKind(backend=backend, runtime=runtime), image=image, warm=warm)
     if backend == "auto":
-        return await _first_available(image)
+        return await _first_available(image, warm, runtime)
     raise ValueError(f"there is no sandbox back-end {backend!r}; use auto, docker, bubblewrap or local")
 
 
-async def _first_available(image: str) -> SandboxFactory:
+async def _first_available(image: str, warm: int, runtime: str | None) -> SandboxFactory:
     reasons: list[str] = []
     for backend in ("docker", "bubblewrap"):
         try:
-            return await open_factory(backend, image)
+            return await open_factory(backend, image, warm=warm, runtime=runtime if backend == "docker" else None)
         except SandboxUnavailableError as error:
             reasons.append(str(error))
     raise SandboxUnavailableError(f"no sandbox can be had on this machine: {'; '.join(reasons)}")

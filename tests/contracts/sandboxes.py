@@ -13,8 +13,10 @@ import docker
 import pytest
 
 from envs.sandbox.base import Sandbox, SandboxFactory, SandboxSpec
-from envs.sandbox.docker import OWNER_LABEL, DockerFactory
+from envs.sandbox.docker import OWNER_LABEL
+from envs.sandbox.launch import process_started
 from envs.sandbox.open import Backend, open_factory
+from envs.sandbox.pool_client import PoolFactory
 from envs.types import ExecResult
 from tests.requirements import require
 
@@ -25,7 +27,7 @@ ISOLATED = [pytest.param("bubblewrap"), pytest.param("docker", marks=pytest.mark
 ALL = [pytest.param("local"), *ISOLATED]
 
 
-def with_factory(backend: Backend, use: Callable[[SandboxFactory], Awaitable[T]]) -> T:
+def with_factory(backend: Backend, use: Callable[[SandboxFactory], Awaitable[T]], *, warm: int = 0) -> T:
     """Run `use` with an open factory, which is closed afterwards."""
     if backend == "docker":
         require("docker")
@@ -33,7 +35,7 @@ def with_factory(backend: Backend, use: Callable[[SandboxFactory], Awaitable[T]]
         require("bwrap")
 
     async def main() -> T:
-        factory = await open_factory(backend)
+        factory = await open_factory(backend, warm=warm)
         try:
             return await use(factory)
         finally:
@@ -59,12 +61,17 @@ def run_sh(backend: Backend, script: str, spec: SandboxSpec | None = None) -> Ex
     return with_sandbox(backend, lambda sandbox: sh(sandbox, script), spec)
 
 
-def containers_of(factory: SandboxFactory) -> int:
-    """How many containers the Docker daemon still has of this factory."""
-    assert isinstance(factory, DockerFactory)
+async def pool_pid(factory: SandboxFactory) -> int:
+    assert isinstance(factory, PoolFactory)
+    return (await factory.pool_state())["pid"]
+
+
+def containers_of(pid: int) -> int:
+    """How many containers the Docker daemon has of a running pool process."""
     client = docker.from_env()
     try:
-        return len(client.containers.list(all=True, filters={"label": f"{OWNER_LABEL}={factory.owner}"}))
+        label = f"{OWNER_LABEL}={pid}-{process_started(pid)}"
+        return len(client.containers.list(all=True, filters={"label": label}))
     finally:
         client.close()
 

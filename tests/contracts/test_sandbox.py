@@ -1,8 +1,9 @@
-"""The sandbox contract, run on each back-end: commands, output, time limits, files, closing."""
+"""The sandbox contract, run on each back-end: commands, their output, their time limits, shell sessions."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import resource
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from envs.base import Session
 from envs.lookup_calc import LookupCalc
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
-from envs.sandbox.command import COMMAND_ENVIRONMENT
 from envs.sandbox.open import Backend
+from envs.sandbox.served import COMMAND_ENVIRONMENT
 from envs.types import ToolCall, ToolResult
 from tests.contracts.sandboxes import ALL, TIMEOUT_S, run_sh, sh, with_factory, with_sandbox
 
@@ -19,6 +20,16 @@ pytestmark = pytest.mark.parametrize("backend", ALL)
 
 # A loop in a session of its own, started by a process that has already ended.
 DETACHED_LOOP = "(setsid sh -c 'while :; do echo x >> grows; sleep 0.05; done' &) ; sleep 100"
+LOOP = "while :; do echo x >> grows; sleep 0.05; done"
+
+
+async def grows(sandbox: Sandbox) -> bool:
+    before = await sandbox.read_file("grows")
+    await asyncio.sleep(0.4)
+    return await sandbox.read_file("grows") != before
+
+
+# --- how a command ends ---
 
 
 @pytest.mark.parametrize("code", [0, 3, 255])
@@ -33,16 +44,6 @@ def test_a_signal_is_128_more(backend: Backend, signal: str, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "stdout", "stderr"),
-    [("echo out; echo err >&2", "out\n", "err\n"), ("true", "", ""), ("echo err >&2", "", "err\n")],
-)
-def test_streams_are_separate_d18(backend: Backend, script: str, stdout: str, stderr: str) -> None:
-    """D18: no output is the empty text, and only stderr is only stderr."""
-    done = run_sh(backend, script)
-    assert (done.exit_code, done.stdout, done.stderr) == (0, stdout, stderr)
-
-
-@pytest.mark.parametrize(
     ("program", "code"), [("no-such-program", 127), ("./no/such", 127), ("exit", 127), ("./table", 126), (".", 126)]
 )
 def test_programs_that_cannot_run_d18(backend: Backend, program: str, code: int) -> None:
@@ -51,6 +52,22 @@ def test_programs_that_cannot_run_d18(backend: Backend, program: str, code: int)
     done = with_sandbox(backend, lambda sandbox: sandbox.exec([program, "0"], timeout_s=TIMEOUT_S), spec)
     assert done.exit_code == code
     assert done.stderr
+    assert code != 127 or done.stderr == f"{program}: command not found\n"
+
+
+def test_a_command_line_or_a_program_with_arguments(backend: Backend) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        assert (await sandbox.exec("echo $((1 + 1)) | tr 2 b", timeout_s=TIMEOUT_S)).stdout == "b\n"
+        assert (await sandbox.exec(["echo", "$((1 + 1))"], timeout_s=TIMEOUT_S)).stdout == "$((1 + 1))\n"
+
+    with_sandbox(backend, use)
+
+
+def test_the_duration_is_measured(backend: Backend) -> None:
+    assert run_sh(backend, "sleep 0.3").duration_s >= 0.3
+
+
+# --- what goes in ---
 
 
 def test_arguments_arrive_as_they_are(backend: Backend) -> None:
@@ -65,7 +82,8 @@ def test_arguments_that_no_program_can_be_given(backend: Backend) -> None:
         for argv in ([], [""], ["echo", "a\0b"]):
             with pytest.raises(ValueError, match="argv must"):
                 await sandbox.exec(argv, timeout_s=TIMEOUT_S)
-        assert (await sandbox.exec(["echo", "x" * 200_000], timeout_s=TIMEOUT_S)).exit_code == 126
+        for size in (200_000, 3_000_000):
+            assert (await sandbox.exec(["echo", "x" * size], timeout_s=TIMEOUT_S)).exit_code == 126
         assert (await sandbox.exec(["echo", "a\ud800"], timeout_s=TIMEOUT_S)).stdout == "a?\n"
 
     with_sandbox(backend, use)
@@ -73,9 +91,13 @@ def test_arguments_that_no_program_can_be_given(backend: Backend) -> None:
 
 def test_stdin_is_given(backend: Backend) -> None:
     async def use(sandbox: Sandbox) -> None:
-        assert (await sh(sandbox, "wc -c", stdin=bytes(range(256)) * 1000)).stdout.strip() == "256000"
-        # A command that never reads it must not hold the call.
+        assert (await sh(sandbox, "wc -c", stdin=bytes(range(256)) * 10_000)).stdout.strip() == "2560000"
+        # A command that never reads it must not hold the call, nor others.
         assert (await sh(sandbox, "exit 4", stdin=b"x" * 1_000_000)).exit_code == 4
+        slow = asyncio.ensure_future(sh(sandbox, "sleep 1; wc -c", stdin=b"x" * 1_000_000))
+        assert (await sh(sandbox, "echo quick")).stdout == "quick\n"
+        assert not slow.done()
+        assert (await slow).stdout.strip() == "1000000"
 
     with_sandbox(backend, use)
 
@@ -94,39 +116,92 @@ def test_stdin_ends_at_once_d13(backend: Backend) -> None:
     with_sandbox(backend, use)
 
 
-def test_a_late_command_is_killed_d03(backend: Backend) -> None:
-    """D03: partial output, every process gone (also one that left the session), the sandbox usable afterwards."""
-    script = DETACHED_LOOP if backend != "local" else "while :; do echo x >> grows; sleep 0.05; done"
+def test_there_is_no_terminal_b20(backend: Backend) -> None:
+    """B20, in part: programs that colour their output for a terminal see none."""
+    done = run_sh(
+        backend,
+        "[ -t 0 ] || [ -t 1 ] || [ -t 2 ] || echo none; echo $NO_COLOR; (: </dev/tty) 2>/dev/null || echo no tty",
+    )
+    assert done.stdout == "none\n1\nno tty\n"
 
+
+def test_the_environment_is_clean(backend: Backend) -> None:
+    names = {line.split("=")[0] for line in run_sh(backend, "env").stdout.splitlines()}
+    assert names - {"PWD", "SHLVL", "HOSTNAME", "OLDPWD", "_"} == {"PATH", "HOME", *COMMAND_ENVIRONMENT}
+
+
+def test_variables_and_the_folder_of_one_command(backend: Backend) -> None:
     async def use(sandbox: Sandbox) -> None:
-        done = await sh(sandbox, f"echo part; {script}", timeout_s=1)
-        assert (done.timed_out, done.exit_code, done.stdout) == (True, 124, "part\n")
-        before = await sandbox.read_file("grows")
-        await asyncio.sleep(0.3)
-        assert await sandbox.read_file("grows") == before != b""
-        assert (await sh(sandbox, "echo again")).stdout == "again\n"
+        await sandbox.write_file("deep/er/x", b"")
+        done = await sandbox.exec(
+            "pwd; echo $A; ls", timeout_s=TIMEOUT_S, cwd="deep/er", env={"A": "é $x", "PAGER": "y"}
+        )
+        lines = done.stdout.splitlines()
+        assert (lines[0].endswith("/deep/er"), lines[1:]) == (True, ["é $x", "x"])
+        assert (await sh(sandbox, "echo $A; pwd | grep -c deep")).stdout == "\n0\n"
+        missing = await sandbox.exec(["pwd"], timeout_s=TIMEOUT_S, cwd="no/such")
+        assert (missing.exit_code, missing.stderr) == (126, "no/such: No such file or directory\n")
+        with pytest.raises(ValueError, match="NUL"):
+            await sandbox.exec(["pwd"], timeout_s=TIMEOUT_S, env={"A": "\0"})
 
     with_sandbox(backend, use)
 
 
-def test_a_flood_is_bounded_d07(backend: Backend) -> None:
-    """D07: the head is kept, the command is killed, and memory does not grow with the output."""
+# --- what comes out ---
+
+
+@pytest.mark.parametrize(
+    ("script", "stdout", "stderr"),
+    [("echo out; echo err >&2", "out\n", "err\n"), ("true", "", ""), ("echo err >&2", "", "err\n")],
+)
+def test_streams_are_separate_d18(backend: Backend, script: str, stdout: str, stderr: str) -> None:
+    """D18: no output is the empty text, and only stderr is only stderr."""
+    done = run_sh(backend, script)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, stdout, stderr)
+
+
+def test_every_byte_passes(backend: Backend) -> None:
+    """Also those that mean something to a container engine, a terminal or a line protocol."""
+    content = random.Random(0).randbytes(300_000) + bytes(range(256)) + b"\x10\x11\x1b[0m\r\n\x04"
+
+    async def use(sandbox: Sandbox) -> None:
+        assert (await sh(sandbox, "cat > copy", stdin=content)).exit_code == 0
+        assert await sandbox.read_file("copy") == content
+
+    with_sandbox(backend, use)
+
+
+def test_a_flood_is_bounded_b19_d07(backend: Backend) -> None:
+    """B19, D07: head and tail are kept, the command is killed, and memory does not grow with the output."""
 
     async def use(sandbox: Sandbox) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         done = await sandbox.exec(["yes"], timeout_s=TIMEOUT_S, max_output_bytes=1000)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
         assert (done.exit_code, done.output_truncated, done.timed_out) == (137, True, False)
-        assert done.stdout == "y\n" * 500
+        head, mark, tail = done.stdout.partition("\n[... ")
+        assert head == "y\n" * 250
+        assert mark
+        assert tail.partition(" bytes cut ...]\n")[2].replace("y", "").replace("\n", "") == ""
+        on_stderr = await sandbox.exec("yes >&2", timeout_s=TIMEOUT_S)
+        assert (on_stderr.exit_code, on_stderr.output_truncated) == (137, True)
+        one_line = await sandbox.exec(
+            "head -c 50000000 /dev/zero | tr '\\0' x", timeout_s=TIMEOUT_S, max_output_bytes=10
+        )
+        assert (one_line.exit_code, one_line.stdout) == (0, "xxxxx\n[... 49999990 bytes cut ...]\nxxxxx")
         assert (await sh(sandbox, "echo again")).stdout == "again\n"
 
     with_sandbox(backend, use)
 
 
-def test_a_long_output_keeps_its_exit_code(backend: Backend) -> None:
-    argv = ["sh", "-c", "seq 100000; seq 100000 >&2; exit 5"]
-    done = with_sandbox(backend, lambda sandbox: sandbox.exec(argv, timeout_s=TIMEOUT_S, max_output_bytes=14))
-    assert (done.exit_code, done.stdout, done.output_truncated) == (5, "1\n2\n3\n4\n5\n6\n7\n", True)
+@pytest.mark.parametrize("limit", [1, 9, 14, 64])
+def test_head_and_tail_of_a_long_output(backend: Backend, limit: int) -> None:
+    whole = "".join(f"{number}\n" for number in range(1, 50_001))
+    argv = ["sh", "-c", "seq 50000; seq 50000 >&2; exit 5"]
+    done = with_sandbox(backend, lambda sandbox: sandbox.exec(argv, timeout_s=TIMEOUT_S, max_output_bytes=limit))
+    head, tail = whole[: limit // 2], whole[len(whole) - (limit - limit // 2) :]
+    assert (done.exit_code, done.output_truncated) == (5, True)
+    assert done.stdout == f"{head}\n[... {len(whole) - limit} bytes cut ...]\n{tail}"
     assert done.stderr == done.stdout
 
 
@@ -136,118 +211,128 @@ def test_output_as_long_as_the_limit_is_whole(backend: Backend) -> None:
     assert (done.stdout, done.output_truncated) == ("12345", False)
 
 
-def test_output_that_is_no_utf8_d12(backend: Backend) -> None:
-    """D12: Latin-1 and UTF-16 are replaced, a character that the limit cuts is left out."""
-    files = {"latin": "été".encode("latin-1"), "utf16": "hé".encode("utf-16"), "face": "ab😀".encode()}
+def test_output_that_is_no_utf8_b18_d12(backend: Backend) -> None:
+    """B18, D12: Latin-1, UTF-16 and noise are replaced, a character that the limit cuts is left out."""
+    files = {
+        "latin": "été".encode("latin-1"),
+        "utf16": "hé".encode("utf-16"),
+        "faces": "😀😀😀".encode(),
+        "noise": random.Random(1).randbytes(4096),
+    }
 
     async def use(sandbox: Sandbox) -> None:
         assert (await sh(sandbox, "cat latin")).stdout == "\ufffdt\ufffd"
         assert "\ufffd" in (await sh(sandbox, "cat utf16")).stdout
-        cut = await sandbox.exec(["cat", "face"], timeout_s=TIMEOUT_S, max_output_bytes=4)
-        assert (cut.stdout, cut.output_truncated) == ("ab", True)
+        noise = (await sh(sandbox, "cat noise; printf '\\377\\376'")).stdout
+        assert noise.encode().decode() == noise
+        cut = await sandbox.exec(["cat", "faces"], timeout_s=TIMEOUT_S, max_output_bytes=10)
+        assert (cut.stdout, cut.output_truncated) == ("😀\n[... 2 bytes cut ...]\n😀", True)
 
     with_sandbox(backend, use, SandboxSpec(files=files))
 
 
+# --- time limits, and what a command leaves running ---
+
+
+def test_a_late_command_is_killed_d03(backend: Backend) -> None:
+    """D03: partial output, every process gone (also one that left the session), the sandbox usable afterwards."""
+
+    async def use(sandbox: Sandbox) -> None:
+        done = await sh(sandbox, f"echo part; {DETACHED_LOOP}", timeout_s=1)
+        assert (done.timed_out, done.exit_code, done.stdout, done.processes_left) == (True, 124, "part\n", 0)
+        assert not await grows(sandbox)
+        assert (await sh(sandbox, "echo again")).stdout == "again\n"
+
+    with_sandbox(backend, use)
+
+
+def test_a_late_command_dies_alone(backend: Backend) -> None:
+    """What runs beside it, and what earlier commands left in the background, goes on."""
+
+    async def use(sandbox: Sandbox) -> None:
+        started = await sh(sandbox, f"touch grows; setsid sh -c '{LOOP}' >/dev/null 2>&1 & echo up")
+        beside = asyncio.ensure_future(sh(sandbox, "sleep 2; echo done"))
+        late = await sh(sandbox, "trap '' TERM INT HUP; sleep 100 & sleep 100", timeout_s=0.5)
+        assert (started.stdout, late.timed_out, late.processes_left) == ("up\n", True, 0)
+        assert await grows(sandbox)
+        assert (await beside).stdout == "done\n"
+
+    with_sandbox(backend, use)
+
+
+def test_a_time_limit_of_nothing(backend: Backend) -> None:
+    assert run_sh(backend, "true").exit_code == 0
+    done = with_sandbox(backend, lambda sandbox: sandbox.exec(["sleep", "9"], timeout_s=0))
+    assert (done.timed_out, done.exit_code) == (True, 124)
+
+
 def test_a_background_child_does_not_hold_the_call_d05(backend: Backend) -> None:
-    """D05: in Docker the child is there for the next command; elsewhere it ends with its own."""
+    """D05: it is there for the next command, may go on writing to the output that nobody reads, and is counted."""
 
     async def use(sandbox: Sandbox) -> None:
-        loop = "while :; do echo x >> grows; sleep 0.05; done"
+        loop = "while :; do echo x; echo y >&2; echo x >> grows; sleep 0.05; done"
         done = await sh(sandbox, f"touch grows; {{ {loop}; }} & echo started", timeout_s=TIMEOUT_S)
-        assert (done.exit_code, done.stdout, done.timed_out) == (0, "started\n", False)
-        await asyncio.sleep(0.2)
-        before = await sandbox.read_file("grows")
-        await asyncio.sleep(0.5)
-        alive = await sandbox.read_file("grows") != before
-        assert alive == (backend == "docker")
+        assert (done.exit_code, done.stdout.splitlines()[:1], done.timed_out) == (0, ["started"], False)
+        assert done.processes_left >= 1
+        assert await grows(sandbox)
+        assert (await sh(sandbox, "echo next")).stdout == "next\n"
+        assert await sandbox.kill_all() >= 1
+        assert not await grows(sandbox)
 
     with_sandbox(backend, use)
-
-
-def test_the_environment_is_clean(backend: Backend) -> None:
-    names = {line.split("=")[0] for line in run_sh(backend, "env").stdout.splitlines()}
-    assert names - {"PWD", "SHLVL", "HOSTNAME", "OLDPWD", "_"} == {"PATH", "HOME", *COMMAND_ENVIRONMENT}
-
-
-def test_files_of_the_spec_are_there(backend: Backend) -> None:
-    spec = SandboxSpec(files={"a.txt": b"one", "b/c/d.bin": bytes(range(256)), "empty": b""})
-
-    async def use(sandbox: Sandbox) -> None:
-        assert (await sh(sandbox, "cat a.txt; wc -c < b/c/d.bin; ls; touch b/new a.txt")).exit_code == 0
-        for path, content in spec.files.items():
-            assert await sandbox.read_file(path) == content
-
-    with_sandbox(backend, use, spec)
-
-
-def test_files_are_written_and_read(backend: Backend) -> None:
-    async def use(sandbox: Sandbox) -> None:
-        content = bytes(range(256)) * 2000
-        for path in ("x", "deep/er/x", "-n", "two words'", "é\n"):
-            await sandbox.write_file(path, content)
-            assert await sandbox.read_file(path) == content
-        await sandbox.write_file("x", b"")
-        assert await sandbox.read_file("x") == b""
-        assert (await sh(sandbox, "wc -c < deep/er/x; rm x")).stdout.strip() == "512000"
-        for path in ("x", "no/such", "deep"):
-            with pytest.raises(FileNotFoundError):
-                await sandbox.read_file(path)
-
-    with_sandbox(backend, use)
-
-
-@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a\0b"])
-def test_paths_that_leave_the_folder(backend: Backend, path: str) -> None:
-    async def use(factory: SandboxFactory) -> None:
-        async with await factory.start(SandboxSpec()) as sandbox:
-            with pytest.raises(ValueError, match="working folder"):
-                await sandbox.read_file(path)
-            with pytest.raises(ValueError, match="working folder"):
-                await sandbox.write_file(path, b"x")
-        with pytest.raises(ValueError, match="working folder"):
-            await factory.start(SandboxSpec(files={path: b"x"}))
-
-    with_factory(backend, use)
-
-
-def test_links_and_things_that_are_no_files(backend: Backend) -> None:
-    """A link is followed inside the folder and refused outside; what is no plain file never hangs a call."""
-
-    async def use(sandbox: Sandbox) -> None:
-        made = await sh(sandbox, "echo in > a; ln -s a in; ln -s /etc/passwd out; ln -s / root; mkfifo pipe; mkdir d")
-        assert made.exit_code == 0
-        assert await sandbox.read_file("in") == b"in\n"
-        for path in ("out", "root/etc/passwd"):
-            with pytest.raises(ValueError, match="working folder"):
-                await sandbox.read_file(path)
-            with pytest.raises(ValueError, match="working folder"):
-                await sandbox.write_file(path, b"x")
-        for path in ("pipe", "d"):
-            with pytest.raises(FileNotFoundError):
-                await sandbox.read_file(path)
-            with pytest.raises(OSError, match="cannot be written"):
-                await sandbox.write_file(path, b"x")
-
-    with_sandbox(backend, use)
-
-
-def test_the_working_folder_lasts_and_is_private(backend: Backend) -> None:
-    async def use(factory: SandboxFactory) -> None:
-        async with await factory.start(SandboxSpec()) as one, await factory.start(SandboxSpec()) as other:
-            await sh(one, "echo mine > note")
-            assert (await sh(one, "cat note")).stdout == "mine\n"
-            assert (await sh(other, "ls -A")).stdout == ""
-
-    with_factory(backend, use)
 
 
 def test_commands_run_side_by_side(backend: Backend) -> None:
     async def use(sandbox: Sandbox) -> None:
-        done = await asyncio.gather(*(sh(sandbox, f"sleep 0.1; echo {number}") for number in range(6)))
-        assert [result.stdout for result in done] == [f"{number}\n" for number in range(6)]
+        done = await asyncio.gather(*(sh(sandbox, f"sleep 0.1; echo {number}") for number in range(12)))
+        assert [result.stdout for result in done] == [f"{number}\n" for number in range(12)]
 
     with_sandbox(backend, use)
+
+
+# --- shell sessions ---
+
+
+def test_a_shell_session_lasts(backend: Backend) -> None:
+    """The folder and the exported variables; not a plain variable, and nothing of another session."""
+
+    async def use(sandbox: Sandbox) -> None:
+        shell, other = sandbox.shell(), sandbox.shell()
+        await shell.run(
+            "mkdir -p a/b; cd a/b; export X='1 é\n2' Y=y; unset NO_COLOR; plain=z; exit 3", timeout_s=TIMEOUT_S
+        )
+        done = await shell.run('pwd; echo "$X|$Y|$NO_COLOR|$plain"', timeout_s=TIMEOUT_S)
+        assert done.stdout.splitlines()[0].endswith("/a/b")
+        assert done.stdout.splitlines()[1:] == ["1 é", "2|y||"]
+        assert (await other.run('echo "$Y"; pwd | grep -c a/b', timeout_s=TIMEOUT_S)).stdout == "\n0\n"
+        assert (await shell.run("exit 7", timeout_s=TIMEOUT_S)).exit_code == 7
+        assert (await shell.run("cat", timeout_s=TIMEOUT_S, stdin=b"in")).stdout == "in"
+
+    with_sandbox(backend, use)
+
+
+def test_a_shell_session_survives_what_its_commands_do(backend: Backend) -> None:
+    """A late one, a killed one, one that is no shell syntax, one that removes its own folder."""
+
+    async def use(sandbox: Sandbox) -> None:
+        shell = sandbox.shell()
+        await shell.run("export X=1; mkdir d; cd d", timeout_s=TIMEOUT_S)
+        assert (await shell.run("export X=2; sleep 100", timeout_s=0.5)).timed_out
+        assert (await shell.run("export X=3; kill -9 $$", timeout_s=TIMEOUT_S)).exit_code == 137
+        assert (await shell.run("if then ( ", timeout_s=TIMEOUT_S)).exit_code == 2
+        assert (await shell.run("exec sh -c 'exit 5'", timeout_s=TIMEOUT_S)).exit_code == 5
+        assert (await shell.run("echo $X; pwd", timeout_s=TIMEOUT_S)).stdout.endswith("/d\n")
+        await shell.run("rm -r ../d", timeout_s=TIMEOUT_S)
+        assert (await shell.run("echo $X", timeout_s=TIMEOUT_S)).stdout == "1\n"
+        left = await shell.run("sleep 100 & echo $!", timeout_s=TIMEOUT_S)
+        assert (left.exit_code, left.processes_left) == (0, 1)
+        with pytest.raises(ValueError, match="NUL"):
+            await shell.run("echo \0", timeout_s=TIMEOUT_S)
+
+    with_sandbox(backend, use)
+
+
+# --- the sandbox as a whole ---
 
 
 def test_closing(backend: Backend) -> None:
@@ -264,12 +349,37 @@ def test_closing(backend: Backend) -> None:
         for late in (sandbox.exec(["true"], timeout_s=1), sandbox.read_file("a"), sandbox.write_file("a", b"")):
             with pytest.raises(SandboxError, match="is closed"):
                 await late
+        for late in (sandbox.reset(), sandbox.kill_all(), sandbox.shell().run("true", timeout_s=1)):
+            with pytest.raises(SandboxError, match="is closed"):
+                await late
         open_one = await factory.start(SandboxSpec())
         await factory.close()
         with pytest.raises(SandboxError, match="is closed"):
             await open_one.exec(["true"], timeout_s=1)
         with pytest.raises(SandboxError, match="is closed"):
             await factory.start(SandboxSpec())
+
+    with_factory(backend, use)
+
+
+def test_a_reset_leaves_nothing_d22(backend: Backend) -> None:
+    """D22: files, processes and folders of before are gone; the files of the spec are as they were."""
+
+    async def use(sandbox: Sandbox) -> None:
+        await sh(sandbox, f"echo changed > a; mkdir d; touch d/x; chmod 0 d; touch grows; {{ {LOOP}; }} & echo new > n")
+        await sandbox.reset()
+        assert (await sh(sandbox, "ls -A; cat a")).stdout == "a\nsame"
+        assert (await sh(sandbox, "cat /proc/[0-9]*/comm | grep -c sleep")).stdout == "0\n" or backend == "local"
+
+    with_sandbox(backend, use, SandboxSpec(files={"a": b"same"}))
+
+
+def test_the_working_folder_lasts_and_is_private(backend: Backend) -> None:
+    async def use(factory: SandboxFactory) -> None:
+        async with await factory.start(SandboxSpec()) as one, await factory.start(SandboxSpec()) as other:
+            await sh(one, "echo mine > note")
+            assert (await sh(one, "cat note")).stdout == "mine\n"
+            assert (await sh(other, "ls -A")).stdout == ""
 
     with_factory(backend, use)
 
