@@ -20,7 +20,8 @@ from docker.types import Healthcheck
 from envs.sandbox import wire
 from envs.sandbox.base import DEFAULT_IMAGE, SandboxError, SandboxSpec
 from envs.sandbox.build_server import cache_folder, server_program
-from envs.sandbox.docker_engine import DockerEngine, attach, unwrapper
+from envs.sandbox.docker_engine import DockerEngine, attach
+from envs.sandbox.docker_host import unwrapper
 from envs.sandbox.images import prepare_image
 from envs.sandbox.launch import (
     PROXY_PORT,
@@ -207,7 +208,9 @@ def _is_abandoned(found: Mapping[str, Any]) -> bool:
 def _host_config(api: Any, spec: SandboxSpec, runtime: str | None) -> Any:
     """What the container may use. Writable folders are in memory, and count against it."""
     limits = spec.limits
-    options = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes}"
+    # Where the image has such a folder, the runtime gives the mount that folder's mode: its owner must be the user.
+    user, group = USERS[spec.user].split(":")
+    options = f"rw,nosuid,nodev,exec,mode=1777,uid={user},gid={group},size={limits.disk_bytes}"
     folders = spec.folders if spec.writable_root else ("/tmp", spec.workdir, *spec.folders)
     return api.create_host_config(
         network_mode="none",

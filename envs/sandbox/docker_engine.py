@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
-from urllib.parse import urlsplit
 
 import docker
 from docker.errors import APIError, DockerException
 from docker.utils import kwargs_from_env
+from urllib3.exceptions import HTTPError
 
 from envs.sandbox.base import SandboxError, SandboxUnavailableError
+from envs.sandbox.docker_host import check_host, connect, docker_host, why_unavailable
 
 THREADS = 32
 REQUEST_S = 120
-DEFAULT_HOST = "unix:///var/run/docker.sock"
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def docker_host() -> str:
-    return os.environ.get("DOCKER_HOST") or DEFAULT_HOST
 
 
 class DockerEngine:
@@ -44,18 +39,13 @@ class DockerEngine:
         """
         if self.api is not None:
             return
-        host = docker_host()
-        if not host.startswith(("unix://", "tcp://", "http://")) or os.environ.get("DOCKER_TLS_VERIFY"):
-            raise SandboxUnavailableError(
-                f"docker: {host}: only plain unix:// and tcp:// hosts work; forward another one (ssh -NL "
-                "/tmp/docker.sock:/var/run/docker.sock HOST) and set DOCKER_HOST=unix:///tmp/docker.sock"
-            )
+        await self._in_thread(check_host)
         try:
             self.api = await self._in_thread(
                 docker.APIClient, **kwargs_from_env(), version="auto", timeout=REQUEST_S, max_pool_size=THREADS
             )
         except (DockerException, OSError) as error:
-            raise SandboxUnavailableError(_why_unavailable(error, host)) from error
+            raise SandboxUnavailableError(why_unavailable(error, docker_host())) from error
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking function of the SDK.
@@ -67,7 +57,7 @@ class DockerEngine:
             return await self._in_thread(function, *args, **kwargs)
         except APIError as error:
             raise SandboxError(f"docker: {error.explanation or error}") from error
-        except (DockerException, OSError) as error:
+        except (DockerException, OSError, HTTPError) as error:
             raise SandboxError(f"docker: the daemon at {docker_host()} does not answer: {error}") from error
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -88,7 +78,7 @@ def attach(api: Any, container_id: str) -> socket.socket:
     Raises:
         OSError: the daemon does not answer, or refuses.
     """
-    connected = _connect(docker_host())
+    connected = connect(docker_host(), REQUEST_S)
     try:
         url = f"/v{api._version}/containers/{container_id}/attach?stream=1&stdin=1&stdout=1&stderr=1"
         headers = "Host: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0\r\n\r\n"
@@ -104,23 +94,6 @@ def attach(api: Any, container_id: str) -> socket.socket:
         raise
 
 
-def _connect(host: str) -> socket.socket:
-    if host.startswith("unix://"):
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connected.settimeout(REQUEST_S)
-        try:
-            connected.connect(host.removeprefix("unix://"))
-        except BaseException:
-            connected.close()
-            raise
-        return connected
-    parts = urlsplit(host)
-    connected = socket.create_connection((parts.hostname or "localhost", parts.port or 2375), timeout=REQUEST_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return connected
-
-
 def _read_header(connected: socket.socket) -> str:
     """An answer's header, and not one byte of what follows it."""
     header = b""
@@ -130,44 +103,3 @@ def _read_header(connected: socket.socket) -> str:
             break
         header += byte
     return header.decode("latin-1")
-
-
-def unwrapper() -> Callable[[bytes], list[bytes]]:
-    """Takes Docker's framing off an attached stream, and keeps what was written to stdout.
-
-    Each piece has a header of 8 bytes: the stream's number (1 stdout, 2 stderr), three zeros, the length (big-endian),
-    as the Docker Engine API describes under ContainerAttach.
-
-    >>> unwrap = unwrapper()
-    >>> unwrap(b"\\x01\\0\\0\\0\\0\\0\\0\\x03ab"), unwrap(b"c\\x02\\0")
-    ([b'ab'], [b'c'])
-    """
-    header = b""
-    left, kept = 0, False
-
-    def unwrap(data: bytes) -> list[bytes]:
-        nonlocal header, left, kept
-        parts: list[bytes] = []
-        while data:
-            if left == 0:
-                wanted = 8 - len(header)
-                header, data = header + data[:wanted], data[wanted:]
-                if len(header) < 8:
-                    break
-                left, kept = int.from_bytes(header[4:], "big"), header[0] == 1
-                header = b""
-                continue
-            part, data = data[:left], data[left:]
-            left -= len(part)
-            if kept:
-                parts.append(part)
-        return parts
-
-    return unwrap
-
-
-def _why_unavailable(error: BaseException, host: str) -> str:
-    text = f"{error} {error.__cause__} {error.__context__}"
-    if "PermissionError" in text or "Permission denied" in text:
-        return f"docker: no permission for {host}: add yourself to the group docker, or set DOCKER_HOST"
-    return f"docker: no daemon answers at {host}: start it (systemctl start docker), or set DOCKER_HOST"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from docker.errors import APIError, DockerException
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError  # of the SDK's own HTTP library: an answer that breaks off
 
 from envs.sandbox.base import DEFAULT_IMAGE, SandboxUnavailableError
 

@@ -197,8 +197,9 @@ def _follow(lines: Iterable[Any]) -> None:
     """
     log: list[str] = []
     for line in lines:
-        if "error" in line:
-            error = APIError(line["error"], explanation=line["error"])
+        failed = line.get("error") or line.get("message")  # `message`: the SDK reads refusals in pieces as answers
+        if failed:
+            error = APIError(failed, explanation=failed)
             error.log = log  # pyright: ignore[reportAttributeAccessIssue]
             raise error
         text = one_line(line.get("stream", ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Literal
 
 from envs.sandbox.base import DEFAULT_IMAGE, SandboxFactory, SandboxUnavailableError
@@ -36,8 +35,6 @@ async def open_factory(
         from envs.sandbox.pool_client import PoolFactory
         from envs.sandbox.pool_wire import PoolKind
 
-        if backend == "bubblewrap" and shutil.which("bwrap") is None:  # said without starting a process
-            raise SandboxUnavailableError("bubblewrap: bwrap is not installed: run apt-get install bubblewrap")
         return await PoolFactory.create(PoolKind(backend=backend, runtime=runtime), image=image, warm=warm)
     if backend == "auto":
         return await _first_available(image, warm, runtime)

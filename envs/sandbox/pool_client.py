@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
 from envs.sandbox.base import SandboxError, SandboxSpec, SandboxUnavailableError
-from envs.sandbox.channel import Channel, Unwrap
+from envs.sandbox.channel import Channel
+from envs.sandbox.docker_host import check_host, unwrapper
 from envs.sandbox.factory import ServedFactory
 from envs.sandbox.launch import SERVER
 from envs.sandbox.pool_wire import PoolKind, new_socket, peer_is_us, receive_message, send_message, spec_as_json
@@ -96,19 +97,12 @@ class _Connection:
 class PoolFactory(ServedFactory):
     """Starts sandboxes of one kind through the host's pool; made by `create`."""
 
-    def __init__(
-        self,
-        kind: PoolKind,
-        image: str | None,
-        warm: int,
-        unwrapper: Callable[[], Unwrap] | None,
-    ) -> None:
+    def __init__(self, kind: PoolKind, image: str | None, warm: int) -> None:
         super().__init__()
         self.name = kind.backend
         self._kind = kind
         self._image = image
         self._warm = warm
-        self._unwrapper = unwrapper
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
 
@@ -120,11 +114,9 @@ class PoolFactory(ServedFactory):
         Raises:
             SandboxUnavailableError: they cannot; one line says why, and what helps.
         """
-        unwrapper = None
-        if kind.backend == "docker":
-            from envs.sandbox.docker_engine import unwrapper
-        factory = cls(kind, image, warm, unwrapper)
+        factory = cls(kind, image, warm)
         try:
+            await asyncio.to_thread(_preflight, kind)
             await factory._ask("check", spec=spec_as_json(factory._own(SandboxSpec())), warm=warm)
         except BaseException:
             await factory.close()
@@ -142,7 +134,7 @@ class PoolFactory(ServedFactory):
             name: str = answer["sandbox"]
             lease = _PoolLease(self, name)
             try:
-                unwrap = None if self._unwrapper is None else self._unwrapper()
+                unwrap = unwrapper() if self._kind.backend == "docker" else None
                 connected = socket.socket(fileno=files[0])
                 channel = await Channel.open(connected, self.name, unwrap=unwrap, serve=proxy_for(spec))
             except SandboxError:
@@ -193,6 +185,14 @@ class _PoolLease:
             return (await self._factory._ask("why", sandbox=self._name))[0]["why"]
         except SandboxError as error:
             return str(error)
+
+
+def _preflight(kind: PoolKind) -> None:
+    """What can be said without starting a process."""
+    if kind.backend == "docker":
+        check_host()
+    elif shutil.which("bwrap") is None:
+        raise SandboxUnavailableError("bubblewrap: bwrap is not installed: run apt-get install bubblewrap")
 
 
 async def _connect(kind: PoolKind) -> socket.socket:

@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from envs.sandbox.base import SandboxSpec
@@ -24,29 +25,35 @@ PIECE_BYTES = 64 * 1024
 
 logger = logging.getLogger(__name__)
 
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Reach = Callable[[str, int], Awaitable[Streams]]
+
 
 class RefusedError(Exception):
     """This request is not let through; the message is what the program inside reads."""
 
 
-def proxy_for(spec: SandboxSpec) -> Serve | None:
-    """What serves the connections of a sandbox; None for one without a network."""
+def proxy_for(spec: SandboxSpec, reach: Reach | None = None) -> Serve | None:
+    """What serves the connections of a sandbox; None for one without a network.
+
+    `reach` connects to a host that the task allows: to its public addresses only, unless a test says otherwise.
+    """
     if spec.network == "none":
         return None
 
     async def serve(connection: Connection) -> None:
-        await _serve(connection, spec)
+        await _serve(connection, spec, reach or reach_public)
 
     return serve
 
 
-async def _serve(connection: Connection, spec: SandboxSpec) -> None:
+async def _serve(connection: Connection, spec: SandboxSpec, reach: Reach) -> None:
     header, rest = await _read_header(connection)
     try:
         method, host, port, first = _request(header, rest)
         if not allowed(host, spec):
             raise RefusedError(f"the task's allowed hosts do not include {host}")
-        reader, writer = await _connect(host, port)
+        reader, writer = await reach(host, port)
     except RefusedError as refused:
         logger.warning("a sandbox was refused the network: %s", refused)
         await connection.write(f"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\n{refused}\n".encode())
@@ -128,7 +135,7 @@ def is_public(address: str) -> bool:
     return (mapped or found).is_global and not (mapped or found).is_multicast
 
 
-async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def reach_public(host: str, port: int) -> Streams:
     """A connection to one of the host's public addresses: the very address that was checked."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(CONNECT_S):

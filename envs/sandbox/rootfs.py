@@ -78,11 +78,12 @@ def archive_digest(archive: Path) -> str:
         with archive.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size_bytes = file.seek(0, os.SEEK_END)
-            if archive.name.endswith(".tar"):
-                # A tar cut between two entries is a shorter tar, but for the block of zeros at its end.
-                file.seek(max(0, size_bytes - BLOCK_BYTES))
-                if size_bytes < BLOCK_BYTES or any(file.read()):
-                    raise SandboxUnavailableError(f"image {archive}: the archive has no end, it is cut: make it again")
+            file.seek(0)
+            is_tar = file.read(BLOCK_BYTES)[257:262] == b"ustar"  # a compressed one says by itself that it is cut
+            file.seek(max(0, size_bytes - BLOCK_BYTES))
+            # A tar cut between two entries is a shorter tar, but for the block of zeros at its end.
+            if size_bytes == 0 or (is_tar and any(file.read())):
+                raise SandboxUnavailableError(f"image {archive}: the archive has no end, it is cut: make it again")
             return digest
     except FileNotFoundError as error:
         raise SandboxUnavailableError(f"image {archive}: there is no such archive: check the path") from error
@@ -92,7 +93,7 @@ def archive_digest(archive: Path) -> str:
 
 def _unpack_to(archive: Path, place: Path) -> None:
     # One unpacking at a time in this cache: whatever else is unfinished then was left by one that was killed.
-    with host_lock("unpacking", place.parent), _errors_in_one_line(archive, place.parent):
+    with host_lock("a root file system", place.parent), _errors_in_one_line(archive, place.parent):
         for leftover in place.parent.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{place.name}-", dir=place.parent))

@@ -71,7 +71,7 @@ def containers_of(pid: int) -> int:
     client = docker.from_env()
     try:
         label = f"{OWNER_LABEL}={pid}-{process_started(pid)}"
-        return len(client.containers.list(all=True, filters={"label": label}))
+        return len(client.api.containers(all=True, filters={"label": label}))
     finally:
         client.close()
 

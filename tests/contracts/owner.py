@@ -1,0 +1,35 @@
+"""A process that owns sandboxes, for tests that end it: `python -m tests.contracts.owner BACKEND COUNT TOKEN`.
+
+In each sandbox something runs that wants to live on. It prints a line when all of it runs, and then waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import cast
+
+from envs.sandbox.base import SandboxSpec
+from envs.sandbox.open import Backend, open_factory
+
+STUBBORN = "trap '' TERM INT HUP; (setsid sleep {token} &); sleep {token}"
+
+
+async def main(backend: Backend, count: int, token: str) -> None:
+    factory = await open_factory(backend, warm=2)
+    try:
+        sandboxes = [await factory.start(SandboxSpec(files={"a": b"1"})) for _ in range(count)]
+        running = [
+            asyncio.ensure_future(sandbox.exec(STUBBORN.format(token=token), timeout_s=600)) for sandbox in sandboxes
+        ]
+        await asyncio.sleep(0.5)
+        print("running", flush=True)
+        if token.endswith("7"):
+            raise RuntimeError("a fault of the trainer's")
+        await asyncio.gather(*running)
+    finally:
+        await factory.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(cast(Backend, sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

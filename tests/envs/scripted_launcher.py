@@ -1,0 +1,73 @@
+"""A launcher without sandboxes, for tests of the pool alone: what it launches is one end of a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Mapping
+
+from envs.sandbox.base import SandboxError, SandboxSpec
+from envs.sandbox.launch import Launched
+
+
+class ScriptedLaunched:
+    """Lives until its other end is closed or it is ended."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.connected, self.inside = socket.socketpair()
+        self.variables: Mapping[str, str] = {}
+        self.ended = False
+
+    def die(self) -> None:
+        self.inside.close()
+
+    async def end(self) -> None:
+        self.ended = True
+        self.connected.close()
+        self.inside.close()
+
+    async def why_gone(self) -> str:
+        return "it was told to"
+
+
+class ScriptedLauncher:
+    """Launches in `launch_s` seconds; fails while `failing` is set. It counts."""
+
+    name = "scripted"
+
+    def __init__(self, launch_s: float = 0.0) -> None:
+        self.launch_s = launch_s
+        self.failing = False
+        self.launched: list[ScriptedLaunched] = []
+        self.tries = 0
+        self.at_once = 0
+        self.most_at_once = 0
+        self._numbers = itertools.count()
+
+    async def check(self, spec: SandboxSpec) -> None: ...
+
+    async def launch(self, spec: SandboxSpec) -> Launched:
+        self.tries += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(self.launch_s)
+        finally:
+            self.at_once -= 1
+        if self.failing:
+            raise SandboxError("scripted: it fails now")
+        self.launched.append(ScriptedLaunched(f"scripted-{next(self._numbers)}"))
+        return self.launched[-1]
+
+    @property
+    def alive(self) -> int:
+        return sum(not one.ended for one in self.launched)
+
+    async def end_foreign(self, name: str) -> None: ...
+
+    async def reap(self) -> int:
+        return 0
+
+    async def close(self) -> None: ...
