@@ -20,7 +20,7 @@ from data.jsonl import plain_json
 from data.tool_calls import CallError, ParsedTurn
 from data.types import Completion, SamplingParams, Segment, TokenStream
 from envs.base import Env, Session
-from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory
+from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
 from envs.tools import check_tools
 from envs.types import Message, Task, ToolCall, ToolResult
 from rollouts.config import LimitsConfig
@@ -60,9 +60,12 @@ class Runner:
         reward: float | None = None
         reward_terms: dict[str, float] = {}
         error: str | None = None
+        relaxed: tuple[str, ...] = ()
         try:
             progress.messages.extend(self.env.opening(task))
-            async with self._sandbox(task) as sandbox:
+            spec = self.env.sandbox_spec(task)
+            relaxed = spec.relaxed
+            async with self._sandbox(spec) as sandbox:
                 session = self.env.session(task, sandbox)
                 clock = asyncio.timeout(self.limits.wall_clock_s)
                 try:
@@ -97,12 +100,13 @@ class Runner:
             reward=None if stop_reason.is_infrastructure else reward,
             reward_terms=reward_terms,
             forged=progress.forged,
+            relaxed=relaxed,
             error=None if error is None else plain_json(error),
         )
 
     @asynccontextmanager
-    async def _sandbox(self, task: Task) -> AsyncIterator[Sandbox]:
-        sandbox = await self._in_time("sandbox", self.sandboxes.start(self.env.sandbox_spec(task)))
+    async def _sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        sandbox = await self._in_time("sandbox", self.sandboxes.start(spec))
         try:
             yield sandbox
         finally:

@@ -55,6 +55,7 @@ class Trajectory:
 
     `reward` is None when the environment could not grade it (infrastructure failures). `error` says what
     went wrong there. `forged` counts the control tokens that prompt and tool results spell; they stayed text.
+    `relaxed` is what the task's sandbox was less strict in than the defaults, in words.
     """
 
     trajectory_id: str
@@ -67,6 +68,7 @@ class Trajectory:
     reward: float | None
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     forged: int = 0
+    relaxed: tuple[str, ...] = ()
     error: str | None = None
 
     @property

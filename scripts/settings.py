@@ -167,6 +167,7 @@ MAY_CHANGE = (
     "grpo.sync_tolerance",
     "sft.gradient_checkpointing",
     "rollout.sandbox.backend",
+    "rollout.sandbox.warm",
     "rollout.engine.max_concurrent",
     "rollout.engine.gpu_memory_utilization",
 )

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from envs.sandbox.host_lock import host_lock
 
 SOURCES = Path(__file__).with_name("server")
 FLAGS = ("-std=gnu11", "-O2", "-static", "-s")
-COMPILE_S = 120
+COMPILE_S = 300
 
 
 def server_program(cache: Path | None = None) -> Path:
@@ -58,38 +59,39 @@ def cache_folder() -> Path:
 
 
 def _compile(sources: list[str], program: Path) -> None:
+    """Compile with the first compiler that can: one without a static libc cannot."""
     unfinished = program.with_suffix(f".{os.getpid()}")
+    said = ""
     try:
-        done = subprocess.run(
-            [*_compiler(), *FLAGS, "-o", str(unfinished), *sources],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMPILE_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            said = " ".join(done.stderr.split())[-300:]
-            raise SandboxUnavailableError(
-                "the sandbox server could not be compiled (on Debian: apt-get install gcc libc6-dev; elsewhere a C "
-                f"compiler with a static libc): {said}"
+        for compiler in _compilers():
+            done = subprocess.run(
+                [*compiler, *FLAGS, "-o", str(unfinished), *sources],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=COMPILE_S,
+                check=False,
             )
-        unfinished.chmod(0o755)
-        unfinished.rename(program)
+            if done.returncode == 0:
+                unfinished.chmod(0o755)
+                unfinished.rename(program)
+                return
+            said = " ".join(done.stderr.split())[-300:]
     except OSError as error:
         raise SandboxUnavailableError(f"the sandbox server cannot be written to {program.parent}: {error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
+    raise SandboxUnavailableError(
+        "sandboxes need a C compiler and a static libc once: run apt-get install gcc libc6-dev, or pip install ziglang"
+        + (f" (the compiler said: {said})" if said else "")
+    )
 
 
-def _compiler() -> list[str]:
-    """The first of CC, cc, gcc, clang that is there; else the C compiler of the Python package ziglang."""
+def _compilers() -> Iterator[list[str]]:
+    """The machine's own, and the one that the Python package ziglang brings."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name):
-            return [name]
+            yield [name]
     if find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-musl"]
-    raise SandboxUnavailableError(
-        "sandboxes need a C compiler once: run apt-get install gcc libc6-dev, or pip install ziglang"
-    )
+        yield [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-musl"]

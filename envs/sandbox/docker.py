@@ -161,9 +161,10 @@ class DockerLauncher:
     def _create_and_attach(self, spec: SandboxSpec, image: str, name: str) -> socket.socket:
         api = self._engine.api
         port = 0 if spec.network == "none" else PROXY_PORT
+        process_bytes = 0 if self._engine.limits_memory else spec.limits.memory_bytes
         api.create_container(
             image,
-            [str(spec.limits.max_file_bytes), "0", "0", "-1", str(port)],
+            [str(spec.limits.max_file_bytes), "0", str(process_bytes), "-1", str(port)],
             entrypoint=[SERVER],
             name=name,
             hostname="sandbox",
@@ -172,7 +173,7 @@ class DockerLauncher:
             stdin_open=True,
             healthcheck=Healthcheck(test=["NONE"]),
             labels={OWNER_LABEL: own_mark(), BOOT_LABEL: boot_id()},
-            host_config=_host_config(api, spec, self._runtime),
+            host_config=_host_config(api, spec, self._runtime, self._engine.is_podman),
         )
         return attach(api, name)
 
@@ -205,12 +206,14 @@ def _is_abandoned(found: Mapping[str, Any]) -> bool:
     return found.get("State") == "created" and time.time() - found["Created"] > NEVER_STARTED_S
 
 
-def _host_config(api: Any, spec: SandboxSpec, runtime: str | None) -> Any:
+def _host_config(api: Any, spec: SandboxSpec, runtime: str | None, is_podman: bool) -> Any:
     """What the container may use. Writable folders are in memory, and count against it."""
     limits = spec.limits
-    # Where the image has such a folder, the runtime gives the mount that folder's mode: its owner must be the user.
-    user, group = USERS[spec.user].split(":")
-    options = f"rw,nosuid,nodev,exec,mode=1777,uid={user},gid={group},size={limits.disk_bytes}"
+    options = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes}"
+    if not is_podman:  # which refuses these, and needs them not
+        # Where the image has such a folder, Docker gives the mount that folder's mode: its owner must be the user.
+        user, group = USERS[spec.user].split(":")
+        options += f",uid={user},gid={group}"
     folders = spec.folders if spec.writable_root else ("/tmp", spec.workdir, *spec.folders)
     return api.create_host_config(
         network_mode="none",

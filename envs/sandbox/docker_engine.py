@@ -19,6 +19,7 @@ from envs.sandbox.docker_host import check_host, connect, docker_host, why_unava
 
 THREADS = 32
 REQUEST_S = 120
+MAX_ERROR_BYTES = 4096
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,6 +31,8 @@ class DockerEngine:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentgrad-docker")
         self.api: Any = None  # the SDK has no types
+        self.is_podman = False
+        self.limits_memory = True
 
     async def connect(self) -> None:
         """Connect, unless that has been done.
@@ -44,6 +47,7 @@ class DockerEngine:
             self.api = await self._in_thread(
                 docker.APIClient, **kwargs_from_env(), version="auto", timeout=REQUEST_S, max_pool_size=THREADS
             )
+            self.is_podman, self.limits_memory = await self._in_thread(_about, self.api)
         except (DockerException, OSError) as error:
             raise SandboxUnavailableError(why_unavailable(error, docker_host())) from error
 
@@ -69,6 +73,18 @@ class DockerEngine:
         await asyncio.to_thread(self._pool.shutdown)
 
 
+def _about(api: Any) -> tuple[bool, bool]:
+    """Whether this is Podman, and whether it can limit the memory of a container as a whole. Blocking.
+
+    Rootless engines cannot where their user has no control groups of its own, and say so in two ways.
+    """
+    components = api.version().get("Components") or ()
+    if not any("podman" in str(part.get("Name")).lower() for part in components):
+        return False, bool(api.info().get("MemoryLimit", True))
+    answer = api.get(f"{api.base_url}/v4.0.0/libpod/info", timeout=REQUEST_S)
+    return True, "memory" in answer.json()["host"].get("cgroupControllers", ())
+
+
 def attach(api: Any, container_id: str) -> socket.socket:
     """A connection of its own to a container's stdin and stdout. Blocking.
 
@@ -86,7 +102,8 @@ def attach(api: Any, container_id: str) -> socket.socket:
         answer = _read_header(connected)
         status = answer.split(" ", 2)[1] if answer.count(" ") > 1 else ""
         if status not in ("101", "200"):
-            raise OSError(f"attaching was refused: {answer.splitlines()[0] if answer else 'no answer'}")
+            said = connected.recv(MAX_ERROR_BYTES).decode("utf-8", "replace") if answer else "no answer"
+            raise OSError(f"attaching was refused: {' '.join(said.split()) or answer.splitlines()[0]}")
         connected.settimeout(None)
         return connected
     except BaseException:

@@ -24,8 +24,10 @@ async def open_factory(
 
     Raises:
         SandboxUnavailableError: it cannot be had here; for `auto` the line names the reason of both.
-        ValueError: there is no such back-end.
+        ValueError: there is no such back-end, or `runtime` is not for it.
     """
+    if runtime is not None and backend in ("bubblewrap", "local"):
+        raise ValueError(f"a sandbox of {backend} has no container runtime {runtime}; use docker, or take it out")
     # Each back-end is imported when it is asked for, so that none needs what another one needs.
     if backend == "local":
         from envs.sandbox.local import LocalFactory

@@ -238,6 +238,21 @@ def test_memory_of_all_processes_together(backend: Backend) -> None:
 
 
 @isolated
+def test_files_that_fill_the_memory(backend: Backend) -> None:
+    """Files lie in memory and count: it is the writing command that is killed for them, never the sandbox."""
+    if not counts_as_a_whole(backend):
+        pytest.skip("bubblewrap bounds each folder only, without control groups")
+
+    async def use(sandbox: Sandbox) -> None:
+        assert (await sh(sandbox, "cat /proc/self/oom_score_adj /proc/1/oom_score_adj")).stdout.split() == ["500", "0"]
+        for _ in range(3):
+            done = await sh(sandbox, "dd if=/dev/zero of=/tmp/big bs=65536 count=1000; code=$?; rm /tmp/big; exit $code")
+            assert (done.exit_code, done.oom_killed) == (137, True)
+
+    with_sandbox(backend, use, SandboxSpec(limits=SandboxLimits(memory_bytes=32 * MIB)))
+
+
+@isolated
 def test_processors_are_limited(backend: Backend) -> None:
     if not counts_as_a_whole(backend):
         pytest.skip("bubblewrap limits no processors without control groups")

@@ -12,8 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,16 +22,8 @@ enum {
     KILL_MS = 2000,
     HAS_INPUT = 1,
     WANTS_STATE = 2,
-    STATE_FD = 9,
 };
 enum { TIMED_OUT = 1, OUT_OF_MEMORY = 2, FLOODED = 4, NO_PROCESS = 8 };
-enum { OUT, ERR, STATE, STATUS, STREAMS };
-
-struct ending {
-    int32_t status; /* as of waitpid(2); below 0: -errno of the start */
-    int32_t others; /* other processes of the command are still there */
-};
-
 struct command {
     struct command *next;
     uint32_t id;
@@ -71,97 +61,6 @@ static void close_fd(int *fd)
         close(*fd);
     *fd = -1;
 }
-
-/* --- in the command's own processes --- */
-
-static void limit(int what, uint64_t value)
-{
-    if (value > 0)
-        setrlimit(what, &(struct rlimit){value, value});
-}
-
-static void be_killed_first(void)
-{
-    int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
-    if (fd >= 0) {
-        (void)!write(fd, "500", 3);
-        close(fd);
-    }
-}
-
-static void fail(int code, const char *what, int why)
-{
-    dprintf(STDERR_FILENO, "%s: %s\n", what, why == ENOENT && code == 127 ? "command not found" : strerror(why));
-    _exit(code);
-}
-
-static void run(const int *to, int input, const char *cwd, char **argv, char **variables)
-{
-    setsid();
-    dup2(input, STDIN_FILENO);
-    dup2(to[OUT], STDOUT_FILENO);
-    dup2(to[ERR], STDERR_FILENO);
-    if (to[STATE] == STATE_FD)
-        fcntl(STATE_FD, F_SETFD, 0);
-    else if (to[STATE] >= 0)
-        dup2(to[STATE], STATE_FD);
-    be_killed_first();
-    limit(RLIMIT_FSIZE, limits.max_file_bytes);
-    limit(RLIMIT_NPROC, limits.max_processes);
-    limit(RLIMIT_AS, limits.max_process_bytes);
-    setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
-    if (chdir(cwd) != 0) {
-        if (to[STATE] < 0)
-            fail(126, cwd, errno);
-        /* A shell session whose folder was removed goes on, as a shell's does. */
-        dprintf(STDERR_FILENO, "%s: %s; back in the working folder\n", cwd, strerror(errno));
-    }
-    sigset_t none;
-    sigemptyset(&none);
-    sigprocmask(SIG_SETMASK, &none, NULL);
-    signal(SIGPIPE, SIG_DFL);
-    extern char **environ;
-    environ = variables;
-    execvp(argv[0], argv);
-    fail(errno == ENOENT || errno == ENOTDIR ? 127 : 126, argv[0], errno);
-}
-
-static void supervise(const int *to, int input, const char *cwd, char **argv, char **variables)
-{
-    prctl(PR_SET_CHILD_SUBREAPER, 1);
-    sigset_t all;
-    sigfillset(&all);
-    sigprocmask(SIG_SETMASK, &all, NULL);
-    pid_t leader = fork();
-    if (leader == 0)
-        run(to, input, cwd, argv, variables);
-    struct ending ending = {.status = leader < 0 ? -errno : 0};
-    for (int fd = 0; fd < 1024; fd++)
-        if (fd != to[STATUS])
-            close(fd);
-    if (leader < 0) {
-        (void)!write(to[STATUS], &ending, sizeof ending);
-        _exit(0);
-    }
-    for (;;) {
-        int status;
-        pid_t pid = waitpid(-1, &status, 0);
-        if (pid < 0)
-            _exit(0);
-        if (pid != leader)
-            continue;
-        ending.status = status;
-        /* Whoever ended before it is a zombie by now; whoever is left runs on. */
-        while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
-            ;
-        ending.others = pid == 0;
-        (void)!write(to[STATUS], &ending, sizeof ending);
-        if (pid < 0)
-            _exit(0);
-    }
-}
-
-/* --- in the server --- */
 
 static char **take_list(struct cursor *request, uint32_t count)
 {
@@ -222,9 +121,11 @@ void command_start(uint32_t id, struct cursor *request)
     commands = command;
     bool ready = !request->bad && argc > 0 && argv != NULL && variables != NULL;
     if (ready && open_pipes(command, to, &input, asked)) {
+        oom_prefer(true);
         command->supervisor = fork();
         if (command->supervisor == 0)
-            supervise(to, input, cwd, argv, variables);
+            supervise(to, input, &(struct program){cwd, argv, variables});
+        oom_prefer(false);
     } else {
         command->supervisor = -1;
         errno = ready ? errno : EINVAL;

@@ -130,6 +130,19 @@ void kill_strays(bool (*is_ours)(pid_t))
     }
 }
 
+static int own_oom_score = -1;
+
+/* Before this process is undumpable: after that, the file is root's. */
+void oom_open(void) { own_oom_score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC); }
+
+/* Whether the kernel, when memory runs out, should rather take what is forked now: that is how a command gets its
+   score, and how this small process is never the one that dies of a command's greed or of files in memory. */
+void oom_prefer(bool forked)
+{
+    if (own_oom_score >= 0)
+        (void)!pwrite(own_oom_score, forked ? "500" : "0", forked ? 3 : 1, 0);
+}
+
 static uint64_t read_count(int fd)
 {
     char text[4096];

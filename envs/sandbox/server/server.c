@@ -239,6 +239,7 @@ int main(int argc, char **argv)
     limits.oom_fd = atoi(argv[4]);
     limits.proxy_port = atoi(argv[5]);
 
+    oom_open();
     prctl(PR_SET_DUMPABLE, 0);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     umask(022);

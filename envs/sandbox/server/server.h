@@ -60,6 +60,20 @@ size_t count_descendants(pid_t root);
 size_t kill_descendants(pid_t root);
 void kill_strays(bool (*is_ours)(pid_t));
 uint64_t oom_kills(void);
+void oom_open(void);
+void oom_prefer(bool forked);
+
+/* supervise.c: what runs in a command's own processes. */
+enum { OUT, ERR, STATE, STATUS, STREAMS };
+struct ending {
+    int32_t status; /* as of waitpid(2); below 0: -errno of the start */
+    int32_t others; /* other processes of the command are still there */
+};
+struct program {
+    const char *cwd;
+    char **argv, **variables;
+};
+void supervise(const int *to, int input, const struct program *program) __attribute__((noreturn));
 
 /* command.c */
 void command_start(uint32_t id, struct cursor *request);
