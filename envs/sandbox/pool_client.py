@@ -23,6 +23,7 @@ from envs.sandbox.served import Started
 
 CONNECT_S = 30.0
 RETRY_S = 0.02
+POOL_GONE_PAUSES_S = (0.0, 0.1, 0.5)
 DEAD_ON_ARRIVAL = 3
 """So many sandboxes may turn out dead when they are handed over, before that is an error."""
 LOG_VARIABLE = "AGENTGRAD_POOL_LOG"
@@ -40,6 +41,8 @@ class _Connection:
         self._connected = connected
         self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], list[int]]]] = {}
         self._last = 0
+        self._sending = asyncio.Lock()
+        self._ending: set[asyncio.Task[None]] = set()
         self._reading = asyncio.ensure_future(self._read())
         self.lost = False
 
@@ -50,7 +53,7 @@ class _Connection:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(received)
                 else:
-                    _close_all(received[1])
+                    self._give_back(received)
         finally:
             self.lost = True
             self._connected.close()
@@ -71,22 +74,34 @@ class _Connection:
         number = self._last
         waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await send_message(self._connected, {"id": number, "ask": question, **details})
+            async with self._sending:
+                await send_message(self._connected, {"id": number, "ask": question, **details})
             answer, files = await waiter
         except OSError as error:
+            waiter.cancel()
             raise PoolGoneError("the process that starts sandboxes ended; try again") from error
         except asyncio.CancelledError:
-            # The answer may still bring a sandbox. Nobody wants it, and it ends with its socket; the pool clears up.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                _close_all(waiter.result()[1])
+                self._give_back(waiter.result())
+            waiter.cancel()
             raise
-        finally:
-            if not waiter.done():
-                waiter.cancel()
         if "error" in answer:
             _close_all(files)
             raise (SandboxUnavailableError if answer["unavailable"] else SandboxError)(answer["error"])
         return answer, files
+
+    def _give_back(self, received: tuple[dict[str, Any], list[int]]) -> None:
+        """An answer that came when its question had been cancelled may bring a sandbox, which nobody wants now."""
+        answer, files = received
+        _close_all(files)
+        if "sandbox" in answer:
+            ending = asyncio.ensure_future(self._end(answer["sandbox"]))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    async def _end(self, sandbox: str) -> None:
+        with contextlib.suppress(SandboxError):  # what is left is the pool's to report and to reap
+            await self.ask("end", sandbox=sandbox)
 
     async def close(self) -> None:
         self._reading.cancel()
@@ -149,11 +164,14 @@ class PoolFactory(ServedFactory):
         raise AssertionError("the last attempt returns or raises")
 
     async def _ask(self, question: str, **details: Any) -> tuple[dict[str, Any], list[int]]:
-        """Ask the pool; when its process was killed meanwhile, ask the next one once."""
-        try:
-            return await (await self._pool()).ask(question, **details)
-        except PoolGoneError:
-            return await (await self._pool()).ask(question, **details)
+        """Ask the pool; when its process was killed meanwhile, ask the next one."""
+        for pause_s in POOL_GONE_PAUSES_S:
+            try:
+                return await (await self._pool()).ask(question, **details)
+            except PoolGoneError:
+                # A process that is being killed may still accept connections for a moment.
+                await asyncio.sleep(pause_s)
+        return await (await self._pool()).ask(question, **details)
 
     async def _pool(self) -> _Connection:
         async with self._connecting:

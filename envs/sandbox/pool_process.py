@@ -32,6 +32,7 @@ class _Client:
     def __init__(self, connected: socket.socket) -> None:
         self.connected = connected
         self.sandboxes: dict[str, Launched] = {}
+        self.sending = asyncio.Lock()
 
 
 class PoolServer:
@@ -64,6 +65,8 @@ class PoolServer:
         for client in list(self._clients):
             client.connected.close()
         await self._pool.close()
+        # What was in use when an earlier pool was killed may have ended since this one began.
+        await self._reap_once()
         await self._launcher.close()
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -83,9 +86,12 @@ class PoolServer:
 
     async def _reap(self) -> None:
         while True:
-            with contextlib.suppress(SandboxError, OSError):
-                await self._launcher.reap()
+            await self._reap_once()
             await asyncio.sleep(REAP_EVERY_S)
+
+    async def _reap_once(self) -> None:
+        with contextlib.suppress(SandboxError, OSError):
+            await self._launcher.reap()
 
     async def _talk(self, client: _Client) -> None:
         self._clients.add(client)
@@ -140,7 +146,8 @@ class PoolServer:
         except SandboxError as error:
             answer |= {"error": str(error), "unavailable": isinstance(error, SandboxUnavailableError)}
         try:
-            await send_message(client.connected, answer, files)
+            async with client.sending:
+                await send_message(client.connected, answer, files)
         except OSError:  # the client is gone, and with it what it asked for
             if launched is not None:
                 await launched.end()

@@ -56,7 +56,7 @@ def peer_is_us(connected: socket.socket) -> bool:
 
 
 async def send_message(connected: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-    """Send one message; `OSError` when the other end is gone."""
+    """Send one message, and no other one meanwhile; `OSError` when the other end is gone."""
     data = json.dumps(message).encode()
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a sandbox's spec of {len(data)} bytes is too large; {MAX_MESSAGE_BYTES} are allowed")

@@ -244,9 +244,11 @@ def test_files_that_fill_the_memory(backend: Backend) -> None:
         pytest.skip("bubblewrap bounds each folder only, without control groups")
 
     async def use(sandbox: Sandbox) -> None:
-        assert (await sh(sandbox, "cat /proc/self/oom_score_adj /proc/1/oom_score_adj")).stdout.split() == ["500", "0"]
+        scores = await sh(sandbox, "cat /proc/self/oom_score_adj /proc/1/oom_score_adj")
+        assert scores.stdout.split() == ["500", "0"]
+        fill = "dd if=/dev/zero of=/tmp/big bs=65536 count=1000; code=$?; rm /tmp/big; exit $code"
         for _ in range(3):
-            done = await sh(sandbox, "dd if=/dev/zero of=/tmp/big bs=65536 count=1000; code=$?; rm /tmp/big; exit $code")
+            done = await sh(sandbox, fill)
             assert (done.exit_code, done.oom_killed) == (137, True)
 
     with_sandbox(backend, use, SandboxSpec(limits=SandboxLimits(memory_bytes=32 * MIB)))
