@@ -1,68 +1,124 @@
-"""Benchmarks: figures measured in one run, the last line of output is one JSON object.
-
-learning    the quickstart for several seeds: held-out success before and after GRPO
-"""
+"""Benchmarks: figures measured in one run, next to a named peer; the last line of output is one JSON object."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts.console import run_main
-from scripts.quickstart import fastest_sandbox, quickstart
-from train.report.evaluations import read_evaluation
 
-EXAMPLE = "python -m scripts.bench learning --seeds 0 1 2"
+# Each benchmark is imported when it is asked for, so that none needs what another one needs.
 
 
-def learning(folder: Path, seeds: list[int]) -> dict[str, Any]:
-    """Run the quickstart once for each seed, and compare the evaluations of its stages.
+def _learning(arguments: argparse.Namespace) -> dict[str, Any]:
+    from scripts.bench_learning import learning
 
-    Raises:
-        ValueError: there is a run already: what it would skip would be neither timed nor of this code.
-    """
-    for seed in seeds:
-        if (folder / f"seed-{seed}").exists():
-            raise ValueError(f"{folder / f'seed-{seed}'} is there already; delete it, or choose another --output_dir")
-    runs: list[dict[str, Any]] = []
-    for seed in seeds:
-        started = time.perf_counter()
-        run = folder / f"seed-{seed}"
-        quickstart(run, configs="quickstart", seed=seed, sandbox=fastest_sandbox())
-        wall_s = time.perf_counter() - started
-        results = {
-            stage: read_evaluation(run / "eval" / f"{stage}.json").evaluation for stage in ("base", "sft", "grpo")
-        }
-        row: dict[str, Any] = {"seed": seed, "wall_s": round(wall_s, 1)}
-        for stage, result in results.items():
-            row |= {
-                f"{stage}_success": round(result.success, 4),
-                f"{stage}_stderr": round(result.success_stderr, 4),
-                f"{stage}_pass@8": _rounded(result.pass_at_k.get(8)),
-                f"{stage}_pass^8": _rounded(result.pass_hat_k.get(8)),
-            }
-        row["gain_points"] = round(100 * (results["grpo"].success - results["sft"].success), 1)
-        runs.append(row)
-        print(json.dumps(row), flush=True)
-    return {"benchmark": "learning", "runs": runs, "least_gain_points": min(run["gain_points"] for run in runs)}
+    return learning(arguments.output_dir, arguments.seeds)
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+def _sandbox(arguments: argparse.Namespace) -> dict[str, Any]:
+    from scripts.bench_sandbox import sandbox
+
+    return sandbox(
+        backends=arguments.backends,
+        image=arguments.image,
+        with_swe_rex=not arguments.without_swe_rex,
+        commands=arguments.commands,
+        starts=arguments.starts,
+        burst=arguments.burst,
+    )
+
+
+def _soak(arguments: argparse.Namespace) -> dict[str, Any]:
+    from scripts.bench_soak import soak
+
+    return soak(
+        trajectories=arguments.trajectories,
+        faults=arguments.faults,
+        backend=arguments.backend,
+        image=arguments.image,
+        concurrency=arguments.concurrency,
+        owners=arguments.owners,
+        seed=arguments.seed,
+        daemon_restarts=not arguments.no_daemon_restarts,
+    )
+
+
+def _learning_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/bench_learning"))
+
+
+def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--backends", nargs="+", choices=["docker", "bubblewrap"], default=["docker", "bubblewrap"])
+    add("--image", help="what all containers run, ours too; scripts/build_bench_image.sh makes the default one")
+    add("--without-swe-rex", action="store_true", help="leave SWE-ReX out: its figures are null")
+    add("--commands", type=_count, default=200, help="of each contender and each command line (default 200)")
+    add("--starts", type=_count, default=30, help="of each contender, one after the other (default 30)")
+    add("--burst", type=_count, default=64, help="sandboxes started and used at once (default 64)")
+
+
+def _soak_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trajectories", type=_count, default=1000)
+    add("--faults", action="store_true", help="with time-outs, floods, bombs, kills of owners and daemon restarts")
+    add("--backend", choices=["docker", "bubblewrap", "both"], default="both")
+    add("--image", help="of the Docker sandboxes; the small one of scripts/build_sandbox_image.sh unless given")
+    add("--concurrency", type=_count, default=32, help="trajectories at once, all owners together (default 32)")
+    add("--owners", type=_count, default=4, help="processes that own sandboxes (default 4)")
+    add("--seed", type=int, default=0)
+    add("--no-daemon-restarts", action="store_true", help="use the machine's Docker daemon, and leave it alone")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+Arguments = Callable[[argparse.ArgumentParser], None]
+Measure = Callable[[argparse.Namespace], dict[str, Any]]
+
+BENCHMARKS: dict[str, tuple[str, str, Arguments, Measure]] = {
+    "learning": (
+        "the quickstart for several seeds: held-out success before and after GRPO",
+        "python -m scripts.bench learning --seeds 0 1 2",
+        _learning_arguments,
+        _learning,
+    ),
+    "sandbox": (
+        "commands, starts and 64 sandboxes at once: ours against docker exec, containers.run and SWE-ReX",
+        "python -m scripts.bench sandbox",
+        _sandbox_arguments,
+        _sandbox,
+    ),
+    "soak": (
+        "a thousand simulated trajectories, and what is left of them at the end; exit code 1 for anything",
+        "python -m scripts.bench soak --trajectories 1000 --faults",
+        _soak_arguments,
+        _soak,
+    ),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=f"example: {EXAMPLE}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("name", choices=["learning"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/bench_learning"))
-    arguments = parser.parse_args()
-    print(json.dumps(learning(arguments.output_dir, arguments.seeds)))
+    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python -m scripts.bench sandbox")
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, (about, example, arguments, measure) in BENCHMARKS.items():
+        one = names.add_parser(name, help=about, description=f"{about}.", epilog=f"example: {example}")
+        arguments(one)
+        one.set_defaults(measure=measure)
+    parsed = parser.parse_args()
+    result = parsed.measure(parsed)
+    print(json.dumps(result))
+    if not result.get("passed", True):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ def run_main(main: Callable[[], None]) -> None:
     What a person can do something about is one line and exit code 2; a violated gate is exit code 1; anything else is a
     fault of ours and keeps its traceback. AGENTGRAD_DEBUG=1 keeps every traceback.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A script's shell starts its background jobs like this; then SIGTERM would do nothing at all.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:

@@ -77,11 +77,12 @@ class _BubblewrapLaunched:
         self._process = process
         self._info = info
         self._said = said
+        self._files = [info, said]
         self._group = group
         self._ending: asyncio.Future[None] | None = None
 
     async def end(self) -> None:
-        if self._ending is None:
+        if self._ending is None or (self._ending.done() and self._ending.exception() is not None):
             self._ending = asyncio.ensure_future(self._end())
         await asyncio.shield(self._ending)
 
@@ -92,8 +93,8 @@ class _BubblewrapLaunched:
             self._kill()
             if not await wait_for_exit(self._process, END_S):
                 raise SandboxError(f"bubblewrap: process {self._process.pid} cannot be killed")
-        os.close(self._info)
-        os.close(self._said)
+        while self._files:
+            os.close(self._files.pop())
         if self._group is not None and not await asyncio.to_thread(self._group.remove):
             raise SandboxError(f"bubblewrap: the control group {self._group.folders[0]} cannot be removed")
 

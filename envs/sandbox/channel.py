@@ -81,6 +81,7 @@ class Channel(asyncio.Protocol):
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._transport: asyncio.Transport | None = None
+        self._next_beat: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(
@@ -98,6 +99,7 @@ class Channel(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         transport, channel = await loop.create_connection(lambda: cls(name, unwrap, serve), sock=connected)
         channel._transport = transport
+        channel._beat()
         try:
             await channel.ping()
         except BaseException:
@@ -149,6 +151,8 @@ class Channel(asyncio.Protocol):
             connection.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._next_beat is not None:
+            self._next_beat.cancel()
         if not self.lost.done():
             self.lost.set_result(None)
         self._may_write.set()
@@ -260,6 +264,11 @@ class Channel(asyncio.Protocol):
         if self.lost.done() or self._transport is None:
             raise SandboxError(f"{self.name}: {GONE}")
         self._transport.write(data)
+
+    def _beat(self) -> None:
+        if not self.lost.done():
+            self.send(wire.frame(wire.BEAT, 0))
+            self._next_beat = asyncio.get_running_loop().call_later(wire.BEAT_S, self._beat)
 
     def close(self) -> None:
         """End the channel, and with it the sandbox. Safe to call twice."""

@@ -62,7 +62,7 @@ class _DockerLaunched:
         self._watching: asyncio.Task[None] | None = None
 
     async def end(self) -> None:
-        if self._ending is None:
+        if self._ending is None or (self._ending.done() and self._ending.exception() is not None):
             self._ending = asyncio.ensure_future(self._end())
         await asyncio.shield(self._ending)
 
@@ -171,6 +171,7 @@ class DockerLauncher:
             user=USERS[spec.user],
             working_dir=spec.workdir,
             stdin_open=True,
+            stop_signal="SIGKILL",  # process 1 hears no other one
             healthcheck=Healthcheck(test=["NONE"]),
             labels={OWNER_LABEL: own_mark(), BOOT_LABEL: boot_id()},
             host_config=_host_config(api, spec, self._runtime, self._engine.is_podman),

@@ -31,7 +31,7 @@ class Launched(Protocol):
     variables: Mapping[str, str]
 
     async def end(self) -> None:
-        """Return when nothing is left of it. Safe to call twice.
+        """Return when nothing is left of it. Safe to call twice, and again after an error.
 
         Raises:
             SandboxError: something is left.

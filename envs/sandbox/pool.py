@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 
+from envs.sandbox import wire
 from envs.sandbox.base import SandboxError, SandboxSpec
 from envs.sandbox.launch import Launched, Launcher
 
@@ -118,6 +119,13 @@ class Pool:
                 del self._stocks[key]
                 for launched in stock.ready:
                     self._later(_end(launched))
+
+    def beat(self) -> None:
+        """Give a sign of life to what is ready; whoever takes one does it from then on."""
+        for stock in self._stocks.values():
+            for launched in stock.ready:
+                with contextlib.suppress(OSError):  # a dead one is found when somebody takes it
+                    launched.connected.send(wire.frame(wire.BEAT, 0), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     async def _start(self, stock: _Stock) -> None:
         launched, error = None, None

@@ -16,13 +16,15 @@ import socket
 import sys
 from typing import Any
 
+from envs.sandbox import wire
 from envs.sandbox.base import SandboxError, SandboxUnavailableError
 from envs.sandbox.launch import Launched, Launcher
 from envs.sandbox.pool import Pool
 from envs.sandbox.pool_wire import PoolKind, new_socket, peer_is_us, receive_message, send_message, spec_from_json
 
 LINGER_S = 2.0
-REAP_EVERY_S = 60.0
+END_PAUSES_S = (0.5, 2.0, 5.0)
+"""A daemon that restarts is away for seconds; what could not be ended meanwhile is tried again."""
 BACKLOG = 256
 
 
@@ -43,6 +45,7 @@ class PoolServer:
         self._pool = Pool(launcher)
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._later: set[Launched] = set()
         self.stopping = asyncio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -87,9 +90,14 @@ class PoolServer:
     async def _reap(self) -> None:
         while True:
             await self._reap_once()
-            await asyncio.sleep(REAP_EVERY_S)
+            self._pool.beat()
+            await asyncio.sleep(wire.BEAT_S)
 
     async def _reap_once(self) -> None:
+        for launched in list(self._later):
+            with contextlib.suppress(SandboxError):
+                await launched.end()
+                self._later.discard(launched)
         with contextlib.suppress(SandboxError, OSError):
             await self._launcher.reap()
 
@@ -110,9 +118,22 @@ class PoolServer:
         """What a client leaves behind, and the warm ones when it was the last."""
         sandboxes = list(client.sandboxes.values())
         client.sandboxes.clear()
-        await asyncio.gather(*(sandbox.end() for sandbox in sandboxes), return_exceptions=True)
+        await asyncio.gather(*(self._end(sandbox) for sandbox in sandboxes), return_exceptions=True)
         if not self._clients - {client}:
             await self._pool.empty()
+
+    async def _end(self, launched: Launched) -> None:
+        """End a sandbox for certain: what cannot be ended now is told, and tried until it can."""
+        for pause_s in END_PAUSES_S:
+            try:
+                return await launched.end()
+            except SandboxError:
+                await asyncio.sleep(pause_s)
+        try:
+            await launched.end()
+        except SandboxError:
+            self._later.add(launched)
+            raise
 
     async def _answer(self, client: _Client, request: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"id": request["id"]}
@@ -133,7 +154,7 @@ class PoolServer:
                 case "end":
                     sandbox = client.sandboxes.pop(request["sandbox"], None)
                     if sandbox is not None:
-                        await sandbox.end()
+                        await self._end(sandbox)
                     else:
                         await self._launcher.end_foreign(request["sandbox"])
                 case "why":

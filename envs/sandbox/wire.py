@@ -14,8 +14,14 @@ VERSION = 1
 CHUNK_BYTES = 64 * 1024
 """Of a file or of stdin, what travels in one frame."""
 
-EXEC, INPUT, KILL, KILL_ALL, READ, WRITE, PING = b"E", b"I", b"K", b"A", b"R", b"W", b"P"
+EXEC, INPUT, KILL, KILL_ALL, READ, WRITE, PING, BEAT = b"E", b"I", b"K", b"A", b"R", b"W", b"P", b"B"
 HELLO, TAKEN, EXIT, KILLED, DATA, DONE, PONG, OPENED, CLOSED = b"h", b"i", b"x", b"k", b"d", b"f", b"p", b"o", b"c"
+
+BEAT_S = 60.0
+"""So often a client gives a sign of life."""
+SILENCE_S = 300.0
+"""A server that has heard nothing for so long ends its sandbox: a container engine that was killed can leave the channel
+open for ever. `server/server.h` has the same number."""
 
 _HEADER = struct.Struct("<IIc3x")
 _EXIT = struct.Struct("<8I2Q")

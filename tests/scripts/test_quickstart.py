@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import learning
+from scripts.bench_learning import learning
 from scripts.quickstart import Stage, hold_choices, run_stages, stages
 from scripts.run_folder import only_writer
 

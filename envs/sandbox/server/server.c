@@ -30,6 +30,9 @@ static struct {
     size_t room, start, end;
 } inbox, outbox;
 
+/* When the client last said something. A container engine that is killed can leave the channel open for ever. */
+static int64_t heard_at;
+
 static void die(const char *what)
 {
     fprintf(stderr, "sandbox server: %s: %s\n", what, strerror(errno));
@@ -142,6 +145,7 @@ static void handle(int op, uint32_t id, const uint8_t *payload, size_t size)
     case OP_READ: file_read(id, &request); break;
     case OP_WRITE: file_write(id, &request); break;
     case OP_PING: send_frame(OP_PONG, id, NULL, 0); break;
+    case OP_BEAT: break;
     default: errno = EPROTO; die("unknown frame");
     }
 }
@@ -160,6 +164,7 @@ static void receive(void)
     if (count <= 0)
         leave();
     inbox.end += (size_t)count;
+    heard_at = now_ms();
     while (inbox.end - inbox.start >= HEADER_BYTES) {
         const uint8_t *frame = inbox.bytes + inbox.start;
         uint32_t size, id;
@@ -190,7 +195,12 @@ static void serve(int children)
         polled[2] = (struct pollfd){.fd = children, .events = POLLIN};
         size_t first = 3, commands = commands_poll(polled + first, MAX_POLLED - first);
         size_t proxied = proxy_poll(polled + first + commands, MAX_POLLED - first - commands);
+        int64_t silent_ms = now_ms() - heard_at;
+        if (silent_ms >= SILENCE_MS)
+            leave();
         int wait_ms = files_waiting() && queued_bytes() < QUEUE_BYTES ? 0 : commands_wait_ms();
+        if (wait_ms < 0 || wait_ms > SILENCE_MS - silent_ms)
+            wait_ms = (int)(SILENCE_MS - silent_ms);
         if (poll(polled, first + commands + proxied, wait_ms) < 0 && errno != EINTR)
             die("poll");
         if (polled[2].revents != 0) {
@@ -259,6 +269,7 @@ int main(int argc, char **argv)
         fcntl(limits.oom_fd, F_SETFD, FD_CLOEXEC);
     if (limits.proxy_port != 0)
         proxy_open();
+    heard_at = now_ms();
     uint32_t version = VERSION;
     send_frame(OP_HELLO, 0, &version, sizeof version);
     serve(children);

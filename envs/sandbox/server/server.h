@@ -13,10 +13,12 @@ enum {
     MAX_FRAME_BYTES = 4 * 1024 * 1024,
     QUEUE_BYTES = 1024 * 1024, /* past this, nothing new is produced for the client until it has read */
     HEADER_BYTES = 12,
+    SILENCE_MS = 300 * 1000, /* a client says something more often than that, or it is gone */
 };
 
 /* From the client. */
-enum { OP_EXEC = 'E', OP_INPUT = 'I', OP_KILL = 'K', OP_KILL_ALL = 'A', OP_READ = 'R', OP_WRITE = 'W', OP_PING = 'P' };
+enum { OP_EXEC = 'E', OP_INPUT = 'I', OP_KILL = 'K', OP_KILL_ALL = 'A', OP_READ = 'R', OP_WRITE = 'W', OP_PING = 'P',
+       OP_BEAT = 'B' };
 /* To the client. */
 enum { OP_HELLO = 'h', OP_TAKEN = 'i', OP_EXIT = 'x', OP_KILLED = 'k', OP_DATA = 'd', OP_DONE = 'f', OP_PONG = 'p',
        OP_OPENED = 'o', OP_CLOSED = 'c' };
