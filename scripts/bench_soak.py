@@ -42,7 +42,7 @@ EVERY: dict[Action, int] = {
 GRACE_S = 20.0
 """For what ends by itself; the rest has to be removed by the next process that uses sandboxes."""
 REAPED_S = SILENCE_S + 30.0
-"""What a killed engine had half started holds its channel open; it ends by itself when nobody has spoken for so long."""
+"""What a killed engine had half started holds its channel open; it ends when nobody has spoken for so long."""
 MAX_MEMORY_BYTES = 384 * 1024 * 1024
 """Of an owner and of a pool: a flood of 300 MB must not be held."""
 

@@ -1,6 +1,7 @@
 """A process that owns sandboxes, for tests that end it: `python -m tests.contracts.owner BACKEND COUNT TOKEN`.
 
-In each sandbox something runs that wants to live on. It prints a line when all of it runs, and then waits.
+In each sandbox something runs that wants to live on. It prints `running` and the pool's process id when all of it
+runs, and then waits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import cast
 
 from envs.sandbox.base import SandboxSpec
 from envs.sandbox.open import Backend, open_factory
+from envs.sandbox.pool_client import PoolFactory
 
 STUBBORN = "trap '' TERM INT HUP; (setsid sleep {token} &); sleep {token}"
 
@@ -23,7 +25,8 @@ async def main(backend: Backend, count: int, token: str) -> None:
             asyncio.ensure_future(sandbox.exec(STUBBORN.format(token=token), timeout_s=600)) for sandbox in sandboxes
         ]
         await asyncio.sleep(0.5)
-        print("running", flush=True)
+        assert isinstance(factory, PoolFactory)
+        print("running", (await factory.pool_state())["pid"], flush=True)
         if token.endswith("7"):
             raise RuntimeError("a fault of the trainer's")
         await asyncio.gather(*running)

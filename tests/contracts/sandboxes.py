@@ -14,7 +14,6 @@ import pytest
 
 from envs.sandbox.base import Sandbox, SandboxFactory, SandboxSpec
 from envs.sandbox.docker import OWNER_LABEL
-from envs.sandbox.launch import process_started
 from envs.sandbox.open import Backend, open_factory
 from envs.sandbox.pool_client import PoolFactory
 from envs.types import ExecResult
@@ -66,12 +65,11 @@ async def pool_pid(factory: SandboxFactory) -> int:
     return (await factory.pool_state())["pid"]
 
 
-def containers_of(pid: int) -> int:
-    """How many containers the Docker daemon has of a running pool process."""
+def containers_with(owner: str) -> list[str]:
+    """The containers that the Docker daemon has of an owner's mark (`envs.sandbox.launch.own_mark`)."""
     client = docker.from_env()
     try:
-        label = f"{OWNER_LABEL}={pid}-{process_started(pid)}"
-        return len(client.api.containers(all=True, filters={"label": label}))
+        return [found["Id"] for found in client.api.containers(all=True, filters={"label": f"{OWNER_LABEL}={owner}"})]
     finally:
         client.close()
 

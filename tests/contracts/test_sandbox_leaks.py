@@ -10,21 +10,25 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import docker
 import pytest
 
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
+from envs.sandbox.build_server import server_program
 from envs.sandbox.cgroup import ROOT
 from envs.sandbox.docker import BOOT_LABEL, OWNER_LABEL, DockerLauncher
-from envs.sandbox.launch import boot_id, own_mark
+from envs.sandbox.launch import boot_id, own_mark, process_started
 from envs.sandbox.open import Backend, open_factory
 from tests.contracts.sandboxes import (
     ALL,
     ISOLATED,
     TIMEOUT_S,
-    containers_of,
+    containers_with,
+    environment_variable,
     eventually,
     pool_pid,
     processes_named,
@@ -43,26 +47,32 @@ def new_token(ending: int = 1) -> str:
     return f"100.{uuid.uuid4().int % 10**9}{ending}"
 
 
-def containers_labelled() -> list[str]:
-    client = docker.from_env()
-    try:
-        return [found["Id"] for found in client.api.containers(all=True, filters={"label": OWNER_LABEL})]
-    finally:
-        client.close()
+@contextmanager
+def own_pool() -> Iterator[None]:
+    """A pool that nobody else on this machine uses: its address follows from the cache folder."""
+    program = server_program()
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder) / "agentgrad"
+        cache.mkdir(mode=0o700)
+        (cache / program.name).symlink_to(program)
+        with environment_variable("XDG_CACHE_HOME", folder):
+            yield
 
 
-def look(backend: Backend) -> set[str]:
-    """What could be left on this machine, by name."""
-    seen = {line.split(" - ")[0] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
-    seen |= {str(path) for path in Path(tempfile.gettempdir()).glob("agentgrad-*")}
-    seen |= {path.name for path in ROOT.glob("*/agentgrad/*") if path.is_dir()}
-    return seen | set(containers_labelled() if backend == "docker" else ())
+def mark_of(pid: int) -> str:
+    return f"{pid}-{process_started(pid)}"
 
 
-def left_since(before: set[str], backend: Backend) -> set[str]:
-    """What is new, after the time that a killed process and its daemon may take."""
-    asyncio.run(eventually(lambda: look(backend) <= before))
-    return look(backend) - before
+def left_of(marks: Iterable[str], backend: Backend) -> set[str]:
+    """What is left of these pools, after the time that killed processes and a daemon may take."""
+
+    def look() -> set[str]:
+        groups = {path.name for path in ROOT.glob("*/agentgrad/*") if path.is_dir()}
+        found = {name for name in groups for mark in marks if name.startswith(f"{mark}-")}
+        return found | {name for mark in marks for name in (containers_with(mark) if backend == "docker" else ())}
+
+    asyncio.run(eventually(lambda: not look()))
+    return look()
 
 
 # --- the owner goes on ---
@@ -80,16 +90,17 @@ def test_sixteen_at_once_leave_nothing_d14_d20(backend: Backend) -> None:
             assert (await sh(sandbox, script)).exit_code == 0
             assert await sandbox.read_file("a") == b"1"
 
-    async def use(factory: SandboxFactory) -> None:
+    async def use(factory: SandboxFactory) -> list[str]:
         networks = _networks() if backend == "docker" else 0
         await asyncio.gather(*(one(factory) for _ in range(16)))
         assert backend != "docker" or _networks() == networks
         await factory.start(SandboxSpec())  # still open when the factory closes
+        return [] if backend == "local" else [mark_of(await pool_pid(factory))]
 
-    before = look(backend)
-    with_factory(backend, use)
+    with own_pool():
+        marks = with_factory(backend, use)
     assert processes_named(nap) == 0
-    assert left_since(before, backend) == set()
+    assert left_of(marks, backend) == set()
     assert threading.active_count() <= threads
 
 
@@ -106,23 +117,24 @@ def test_what_is_closed_is_gone_when_close_returns_d22(backend: Backend) -> None
     """D22: a constant count while it runs, none after; also when the trajectory ends in an exception."""
 
     async def use(factory: SandboxFactory) -> None:
-        pid = await pool_pid(factory)
+        mark = mark_of(await pool_pid(factory))
         nap = new_token()
 
         async def fail() -> None:
             async with await factory.start(SandboxSpec()) as sandbox:
                 await sh(sandbox, f"setsid sleep {nap} >/dev/null 2>&1 & echo")
-                assert backend != "docker" or containers_of(pid) == 1
+                assert backend != "docker" or len(containers_with(mark)) == 1
                 assert await eventually(lambda: processes_named(f"sleep\0{nap}") == 1)
                 raise RuntimeError("a fault of the trajectory's")
 
         for _ in range(3):
             with pytest.raises(RuntimeError, match="the trajectory's"):
                 await fail()
-            assert backend != "docker" or containers_of(pid) == 0
+            assert backend != "docker" or not containers_with(mark)
             assert processes_named(nap) == 0
 
-    with_factory(backend, use)
+    with own_pool():
+        with_factory(backend, use)
 
 
 @isolated
@@ -158,7 +170,9 @@ def test_a_cancelled_command_is_killed(backend: Backend) -> None:
 @isolated
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05, 0.2])
 def test_a_cancelled_start_leaves_nothing(backend: Backend, after_s: float) -> None:
-    async def use(factory: SandboxFactory) -> None:
+    """Also while the pool goes on, which other starts keep open."""
+
+    async def use(factory: SandboxFactory) -> str:
         starting = [asyncio.ensure_future(factory.start(SandboxSpec(files={"a": b"1"}))) for _ in range(4)]
         await asyncio.sleep(after_s)
         for start in starting:
@@ -166,10 +180,11 @@ def test_a_cancelled_start_leaves_nothing(backend: Backend, after_s: float) -> N
         for started in await asyncio.gather(*starting, return_exceptions=True):
             if not isinstance(started, BaseException):
                 await started.close()
+        return mark_of(await pool_pid(factory))
 
-    before = look(backend)
-    with_factory(backend, use)
-    assert left_since(before, backend) == set()
+    with own_pool():
+        mark = with_factory(backend, use)
+        assert left_of([mark], backend) == set()
 
 
 # --- the sandbox ends by itself ---
@@ -216,35 +231,42 @@ def test_the_owner_ends_d01_d23(backend: Backend, way: str) -> None:
     """D01, D23: four sandboxes, warm ones beside them, processes that ignore signals and leave their session."""
     require("docker" if backend == "docker" else "bwrap")
     token = new_token(ending=7 if way == "exception" else 1)
-    before = look(backend)
     command = [sys.executable, "-m", "tests.contracts.owner", backend, "4", token]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"running\n"
-        if way != "exception":
-            assert processes_named(f"sleep\0{token}") == 8
-            owner.send_signal(getattr(signal, way))
-    assert asyncio.run(eventually(lambda: processes_named(token) == 0))
-    assert left_since(before, backend) == set()
+    with own_pool(), tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as owner:
+            assert owner.stdout is not None
+            said, pid = owner.stdout.readline().split()
+            assert said == b"running"
+            mark = mark_of(int(pid))
+            if way != "exception":
+                assert processes_named(f"sleep\0{token}") == 8
+                owner.send_signal(getattr(signal, way))
+        assert asyncio.run(eventually(lambda: processes_named(token) == 0))
+        assert left_of([mark], backend) == set()
+        assert asyncio.run(eventually(lambda: process_started(int(pid)) is None))
+        assert list(Path(folder).iterdir()) == []
 
 
 @isolated
 def test_the_pool_is_killed(backend: Backend) -> None:
-    """What is in use goes on and can be closed; what was warm ends; the next start makes a new pool."""
-    before = look(backend)
+    """What is in use goes on and can be closed; what was warm ends; the next start makes a pool that clears up."""
 
-    async def use(factory: SandboxFactory) -> None:
+    async def use(factory: SandboxFactory) -> list[str]:
         async with await factory.start(SandboxSpec()) as sandbox:
             pid = await pool_pid(factory)
+            marks = [mark_of(pid)]
             os.kill(pid, signal.SIGKILL)
             assert (await sh(sandbox, "echo still here")).stdout == "still here\n"
             async with await factory.start(SandboxSpec()) as other:
                 assert (await sh(other, "echo new")).stdout == "new\n"
             assert await pool_pid(factory) != pid
             assert (await sh(sandbox, "echo still here")).stdout == "still here\n"
+            return [*marks, mark_of(await pool_pid(factory))]
 
-    with_factory(backend, use, warm=2)
-    assert left_since(before, backend) == set()
+    with own_pool():
+        marks = with_factory(backend, use, warm=2)
+        assert left_of(marks, backend) == set()
 
 
 @pytest.mark.docker
