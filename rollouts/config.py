@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from envs.sandbox.base import DEFAULT_IMAGE
 
@@ -16,12 +16,24 @@ class Section(BaseModel):
 
 
 class EnvConfig(Section):
-    """Which tasks. `max_calls` bounds the tool calls that a task needs; `call_weights` says how often tasks of one, two
-    and three calls come, relative to each other."""
+    """Which tasks. For `lookup_calc`, `max_calls` bounds the tool calls that a task needs, and `call_weights` says how
+    often tasks of one, two and three calls come, relative to each other."""
 
-    name: Literal["lookup_calc"] = "lookup_calc"
+    name: Literal["lookup_calc", "task_folder"] = "lookup_calc"
     max_calls: int = Field(default=3, ge=1, le=3)
     call_weights: tuple[float, float, float] = (1, 1, 1)
+    folder: str | None = None
+    """For `task_folder`: the folder that holds the task folders; unless given, the tasks that come with the package."""
+
+    @model_validator(mode="after")
+    def _no_key_of_another(self) -> Self:
+        """A key that does nothing would be a wrong belief about the run."""
+        own = {"lookup_calc": ("max_calls", "call_weights"), "task_folder": ("folder",)}
+        for name, keys in own.items():
+            for key in keys:
+                if name != self.name and getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is a key of {name}, and name is {self.name}; take it out")
+        return self
 
 
 class SandboxConfig(Section):
@@ -29,6 +41,12 @@ class SandboxConfig(Section):
 
     backend: Literal["auto", "docker", "bubblewrap", "local"] = "auto"
     image: str = DEFAULT_IMAGE
+    """Of tasks that name none: a registry's name; or the path (it begins with `/`, `./` or `../`) of a folder with a
+    Dockerfile or of a root file system in a tar archive, which is all that bubblewrap takes."""
+    warm: int = Field(default=4, ge=0, le=64)
+    """So many sandboxes are started before they are asked for, by one process for all of this host."""
+    runtime: str | None = None
+    """Docker's name of another container runtime than its own, such as `runsc` (gVisor)."""
     tool_timeout_s: float = Field(default=15.0, gt=0)
     """When a tool has given no result by then, the model is told so and goes on."""
 
@@ -74,7 +92,8 @@ class SynthesizeConfig(Section):
 
     num_tasks: int = Field(default=2000, ge=1)
     mistake_rate: float = Field(default=0.1, ge=0, lt=1)
-    """How often the demonstrator errs; what it repairs is kept as context, what it does not is dropped."""
+    """How often lookup_calc's demonstrator errs; what it repairs is kept as context, what it does not is dropped. A
+    solution of task_folder is replayed as it is."""
     max_turns: int = Field(default=8, ge=1)
     max_concurrent: int = Field(default=8, ge=1)
 

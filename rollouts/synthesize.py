@@ -48,7 +48,7 @@ async def synthesize(
     async def attempt(task: Task) -> Demonstration | None:
         async with places, await sandboxes.start(env.sandbox_spec(task)) as sandbox:
             session = env.session(task, sandbox)
-            messages = await _demonstrate(
+            messages = await run_demonstrator(
                 env, task, session, seed=seed, max_turns=max_turns, tool_timeout_s=tool_timeout_s
             )
             reward, _ = read_reward(await session.grade(messages))
@@ -67,9 +67,10 @@ async def synthesize(
     return Synthesis(demonstrations=kept, dropped=len(tasks) - len(kept))
 
 
-async def _demonstrate(
+async def run_demonstrator(
     env: Env, task: Task, session: Session, *, seed: int, max_turns: int, tool_timeout_s: float
 ) -> list[Message]:
+    """The conversation of one demonstration, from its opening on; its calls are run for real."""
     messages = env.opening(task)
     for _ in range(max_turns):
         message = env.demonstrate(task, messages, seed)

@@ -15,9 +15,9 @@ from scripts.settings import DataSettings, load_settings
 async def make_data(settings: DataSettings) -> str:
     """Write the file; returns the line of result."""
     config = settings.synthesize
-    env = open_env(settings.env, mistake_rate=config.mistake_rate)
-    tasks = env.tasks("train", config.num_tasks, settings.seed)
     async with open_sandboxes(settings.sandbox) as sandboxes:
+        env = open_env(settings.env, sandboxes=sandboxes, mistake_rate=config.mistake_rate)
+        tasks = env.tasks("train", config.num_tasks, settings.seed)
         with progress() as bar:
             place = bar.add_task("conversations", total=len(tasks), note="")
             done = await synthesize(

@@ -45,9 +45,9 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
         EngineError: the engine did not start.
     """
     renderer = TemplateRenderer(load_tokenizer(model), name=model)
-    env = open_env(config.env)
-    check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)
     async with open_sandboxes(config.sandbox) as sandboxes:
+        env = open_env(config.env, sandboxes=sandboxes)
+        check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)
         engine = RecordingEngine(open_engine(config.engine, model=model), ledger)
         try:
             yield Runner(

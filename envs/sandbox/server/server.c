@@ -208,15 +208,15 @@ static void serve(int children)
             while (read(children, ignored, sizeof ignored) > 0)
                 ;
         }
-        /* The output of a command is read before its end is noticed, and requests come last: they change the table
-           that `polled` was made from. */
+        /* The output of a command is read before its end is noticed. Requests change the table that `polled` was made
+           from, so they come after it has been used. */
         commands_ready(polled + first, commands);
         proxy_ready(polled + first + commands, proxied);
+        if (polled[0].revents != 0)
+            receive();
         commands_reap();
         commands_tick();
         files_pump();
-        if (polled[0].revents != 0)
-            receive();
         flush();
     }
 }
