@@ -20,8 +20,8 @@ HELLO, TAKEN, EXIT, KILLED, DATA, DONE, PONG, OPENED, CLOSED = b"h", b"i", b"x",
 BEAT_S = 60.0
 """So often a client gives a sign of life."""
 SILENCE_S = 300.0
-"""A server that has heard nothing for so long ends its sandbox: a container engine that was killed can leave the channel
-open for ever. `server/server.h` has the same number."""
+"""A server that has heard nothing for so long ends its sandbox: an engine that was killed can leave the channel open.
+`server/server.h` has the same number."""
 
 _HEADER = struct.Struct("<IIc3x")
 _EXIT = struct.Struct("<8I2Q")
