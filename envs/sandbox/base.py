@@ -44,6 +44,11 @@ class SandboxLimits:
     """Of each writable folder (the working folder, /tmp, `SandboxSpec.folders`)."""
     cpus: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"sandbox limit {name} must be more than 0, not {getattr(self, name)}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxFile:
@@ -82,6 +87,7 @@ class SandboxSpec:
             parts = folder.split("/")
             if not folder.startswith("/") or folder == "/" or ".." in parts or "\0" in folder or ":" in folder:
                 raise ValueError(f"sandbox folder {folder!r} must be an absolute path without '..' and ':', and not /")
+        check_variables(self.env)
         if (self.network == "allowlist") != bool(self.allowed_hosts):
             raise ValueError("allowed_hosts go with network 'allowlist', and with nothing else")
 
@@ -218,6 +224,13 @@ class SandboxFactory(Protocol):
     async def close(self) -> None:
         """Release what the factory holds. Sandboxes that are still open are closed too."""
         ...
+
+
+def check_variables(variables: Mapping[str, str]) -> None:
+    """Raises `ValueError` for what no program can be given as a variable."""
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"variable {name!r} must have a name without '=', and no NUL in name or value")
 
 
 def with_mode(file: bytes | SandboxFile) -> SandboxFile:

@@ -36,6 +36,7 @@ from envs.sandbox.launch import (
 from envs.sandbox.rootfs import unpack_rootfs
 
 NOBODY = 65534
+ROOT_CACHE = Path("/var/cache/agentgrad-rootfs")
 SHARED_MEMORY_BYTES = 16 * 1024 * 1024
 END_S = 5.0
 HELLO_BYTES = len(wire.frame(wire.HELLO, 0, bytes(4)))
@@ -142,7 +143,7 @@ class BubblewrapLauncher:
         server = await asyncio.to_thread(server_program)
         root = None
         if spec.image not in (None, DEFAULT_IMAGE):
-            root = await asyncio.to_thread(unpack_rootfs, Path(str(spec.image)), cache_folder() / "rootfs")
+            root = await asyncio.to_thread(unpack_rootfs, Path(str(spec.image)), _rootfs_folder())
         group = None if self._cgroups is None else self._cgroups.make(spec.limits)
         launched = self._spawn(spec, programs, server, root, group)
         try:
@@ -197,6 +198,14 @@ class BubblewrapLauncher:
 
     async def close(self) -> None:
         pass
+
+
+def _rootfs_folder() -> Path:
+    """Where root file systems are unpacked: bwrap, which root starts as nobody, must be able to go there."""
+    if os.geteuid() != 0:
+        return cache_folder() / "rootfs"
+    ROOT_CACHE.mkdir(mode=0o711, parents=True, exist_ok=True)
+    return ROOT_CACHE
 
 
 def _refuse(spec: SandboxSpec) -> None:

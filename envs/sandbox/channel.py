@@ -217,11 +217,12 @@ class Channel(asyncio.Protocol):
                     feeding.cancel()
 
     async def _feed(self, number: int, request: _Request, stdin: bytes) -> None:
-        for start in range(0, len(stdin), wire.CHUNK_BYTES):
-            request.taken.clear()
-            self.send(wire.frame(wire.INPUT, number, stdin[start : start + wire.CHUNK_BYTES]))
-            await request.taken.wait()
-        self.send(wire.frame(wire.INPUT, number))
+        with contextlib.suppress(SandboxError):  # whoever waits for the command is told
+            for start in range(0, len(stdin), wire.CHUNK_BYTES):
+                request.taken.clear()
+                self.send(wire.frame(wire.INPUT, number, stdin[start : start + wire.CHUNK_BYTES]))
+                await request.taken.wait()
+            self.send(wire.frame(wire.INPUT, number))
 
     async def _kill(self, number: int, request: _Request) -> None:
         with contextlib.suppress(SandboxError):
@@ -247,7 +248,12 @@ class Channel(asyncio.Protocol):
         """
         with self._request() as (number, request):
             for piece in wire.write_frames(number, path, content, mode):
-                await self._may_write.wait()
+                try:
+                    await self._may_write.wait()
+                except asyncio.CancelledError:
+                    with contextlib.suppress(SandboxError):
+                        self.send(wire.write_end_frame(number, path))
+                    raise
                 if request.answer.done():  # it failed: the rest would be thrown away
                     break
                 self.send(piece)

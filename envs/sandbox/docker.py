@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from docker.errors import APIError, NotFound
@@ -47,6 +48,15 @@ NEVER_STARTED_S = 3600.0
 REMOVE_S = 30.0
 POLL_S = 0.05
 DISK_POLL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Image:
+    """An image with the server in it, and what it says of itself."""
+
+    id: str
+    variables: Mapping[str, str]
+    volumes: tuple[str, ...]
 
 
 class _DockerLaunched:
@@ -110,14 +120,13 @@ class DockerLauncher:
     def __init__(self, runtime: str | None = None) -> None:
         self._engine = DockerEngine()
         self._runtime = runtime
-        self._images: dict[str, tuple[str, dict[str, str]]] = {}
+        self._images: dict[str, _Image] = {}
 
     async def check(self, spec: SandboxSpec) -> None:
         await self._engine.connect()
         await self._image(spec, again=True)
 
-    async def _image(self, spec: SandboxSpec, *, again: bool = False) -> tuple[str, dict[str, str]]:
-        """The id of the image with the server in it, and the image's variables."""
+    async def _image(self, spec: SandboxSpec, *, again: bool = False) -> _Image:
         image = spec.image or DEFAULT_IMAGE
         if again or image not in self._images:
             program = await asyncio.to_thread(server_program)
@@ -125,18 +134,19 @@ class DockerLauncher:
             ready = await self._engine.call(prepare_image, api, image, program, cache_folder() / "locks")
             config = (await self._engine.call(api.inspect_image, ready))["Config"] or {}
             pairs = (text.partition("=") for text in config.get("Env") or ())
-            self._images[image] = ready, {name: value for name, _, value in pairs}
+            variables = {name: value for name, _, value in pairs}
+            self._images[image] = _Image(id=ready, variables=variables, volumes=tuple(config.get("Volumes") or ()))
         return self._images[image]
 
     async def launch(self, spec: SandboxSpec) -> Launched:
         await self._engine.connect()
-        ready, variables = await self._image(spec)
+        image = await self._image(spec)
         api = self._engine.api
         name = NAME_PREFIX + uuid.uuid4().hex
-        making = asyncio.ensure_future(self._engine.call(self._create_and_attach, spec, ready, name))
+        making = asyncio.ensure_future(self._engine.call(self._create_and_attach, spec, image, name))
         try:
             connected = await asyncio.shield(making)
-            launched = _DockerLaunched(self._engine, name, connected, {**variables, **proxy_variables(spec)})
+            launched = _DockerLaunched(self._engine, name, connected, {**image.variables, **proxy_variables(spec)})
             await self._engine.call(api.start, name)
             connected.setblocking(False)
             async with asyncio.timeout(START_S):
@@ -158,12 +168,12 @@ class DockerLauncher:
         with contextlib.suppress(SandboxError):
             await self._engine.call(_remove, self._engine.api, name)
 
-    def _create_and_attach(self, spec: SandboxSpec, image: str, name: str) -> socket.socket:
+    def _create_and_attach(self, spec: SandboxSpec, image: _Image, name: str) -> socket.socket:
         api = self._engine.api
         port = 0 if spec.network == "none" else PROXY_PORT
         process_bytes = 0 if self._engine.limits_memory else spec.limits.memory_bytes
         api.create_container(
-            image,
+            image.id,
             [str(spec.limits.max_file_bytes), "0", str(process_bytes), "-1", str(port)],
             entrypoint=[SERVER],
             name=name,
@@ -174,7 +184,7 @@ class DockerLauncher:
             stop_signal="SIGKILL",  # process 1 hears no other one
             healthcheck=Healthcheck(test=["NONE"]),
             labels={OWNER_LABEL: own_mark(), BOOT_LABEL: boot_id()},
-            host_config=_host_config(api, spec, self._runtime, self._engine.is_podman),
+            host_config=_host_config(self._engine, spec, image.volumes, self._runtime),
         )
         return attach(api, name)
 
@@ -207,19 +217,20 @@ def _is_abandoned(found: Mapping[str, Any]) -> bool:
     return found.get("State") == "created" and time.time() - found["Created"] > NEVER_STARTED_S
 
 
-def _host_config(api: Any, spec: SandboxSpec, runtime: str | None, is_podman: bool) -> Any:
-    """What the container may use. Writable folders are in memory, and count against it."""
+def _host_config(engine: DockerEngine, spec: SandboxSpec, volumes: tuple[str, ...], runtime: str | None) -> Any:
+    """What the container may use. Writable folders are in memory, and count against it; so are the image's volumes,
+    which would lie on the machine's disk without a bound."""
     limits = spec.limits
     options = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes}"
-    if not is_podman:  # which refuses these, and needs them not
+    if not engine.is_podman:  # which refuses these, and needs them not
         # Where the image has such a folder, Docker gives the mount that folder's mode: its owner must be the user.
         user, group = USERS[spec.user].split(":")
         options += f",uid={user},gid={group}"
-    folders = spec.folders if spec.writable_root else ("/tmp", spec.workdir, *spec.folders)
-    return api.create_host_config(
+    own = () if spec.writable_root else ("/tmp", spec.workdir)
+    return engine.api.create_host_config(
         network_mode="none",
         read_only=not spec.writable_root,
-        tmpfs=dict.fromkeys(folders, options),
+        tmpfs=dict.fromkeys((*own, *spec.folders, *volumes), options),
         cap_drop=["ALL"],
         cap_add=ROOT_CAPABILITIES if spec.user == "root" else None,
         security_opt=["no-new-privileges"],

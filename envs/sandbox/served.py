@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from envs.sandbox import wire
-from envs.sandbox.base import MAX_OUTPUT_BYTES, SandboxError, SandboxFile, SandboxSpec, with_mode
+from envs.sandbox.base import MAX_OUTPUT_BYTES, SandboxError, SandboxFile, SandboxSpec, check_variables, with_mode
 from envs.sandbox.channel import Channel
 from envs.sandbox.shell import ShellSession
 from envs.types import ExecResult
@@ -119,11 +119,13 @@ class ServedSandbox:
     ) -> ExecResult:
         """See `Sandbox.exec`. A command that writes more than 64 MiB to one stream is killed (137)."""
         argv = ["sh", "-c", command] if isinstance(command, str) else command
+        env = env or {}
+        check_variables(env)
         done, _ = await self.run(
             checked_argv(argv),
             timeout_s=timeout_s,
             cwd=self._path(cwd or "."),
-            variables={**self.variables, **(env or {})},
+            variables={**self.variables, **env},
             stdin=stdin,
             max_output_bytes=max_output_bytes,
         )
@@ -143,10 +145,7 @@ class ServedSandbox:
         """A checked command with all of its variables; also the state that a shell session left on descriptor 9."""
         started = time.perf_counter()
         self._check_open()
-        texts = [f"{name}={value}" for name, value in variables.items()]
-        if any("\0" in text for text in texts):
-            raise ValueError("variables must not hold NUL characters: replace them first")
-        texts = [_plain(text) for text in texts]
+        texts = [_plain(f"{name}={value}") for name, value in variables.items()]
         if sum(len(text.encode()) for text in (*argv, *texts)) > MAX_ARGUMENTS_BYTES:
             return ExecResult(exit_code=CANNOT_RUN_EXIT_CODE, stdout="", stderr="argument list too long\n"), b""
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 VERSION = 1
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Of one stream, what is kept at most: past so much, a command is ended."""
 CHUNK_BYTES = 64 * 1024
 """Of a file or of stdin, what travels in one frame."""
 
@@ -83,13 +85,14 @@ def exec_frame(
     """
     flags = _HAS_INPUT * has_input | _WANTS_STATE * wants_state
     timeout_ms = min(max(0, round(timeout_s * 1000)), _MAX_TIMEOUT_MS)
-    numbers = struct.pack("<5I", timeout_ms, max_output_bytes, flags, len(argv), len(variables))
+    kept_bytes = min(max(0, max_output_bytes), MAX_KEPT_BYTES)
+    numbers = struct.pack("<5I", timeout_ms, kept_bytes, flags, len(argv), len(variables))
     texts = b"".join(text.encode() + b"\0" for text in (cwd, *argv, *variables))
     return frame(EXEC, number, numbers + texts)
 
 
 def read_frame(number: int, path: str, max_bytes: int) -> bytes:
-    return frame(READ, number, struct.pack("<I", max_bytes) + path.encode() + b"\0")
+    return frame(READ, number, struct.pack("<I", min(max_bytes, 2**32 - 1)) + path.encode() + b"\0")
 
 
 def write_frames(number: int, path: str, content: bytes, mode: int) -> Iterator[bytes]:
@@ -99,6 +102,11 @@ def write_frames(number: int, path: str, content: bytes, mode: int) -> Iterator[
         flags = _FIRST * (start == 0) | _LAST * (start == starts[-1])
         piece = content[start : start + CHUNK_BYTES]
         yield frame(WRITE, number, struct.pack("<II", flags, mode) + path.encode() + b"\0" + piece)
+
+
+def write_end_frame(number: int, path: str) -> bytes:
+    """The end of a file whose other pieces do not come."""
+    return frame(WRITE, number, struct.pack("<II", _LAST, 0) + path.encode() + b"\0")
 
 
 def read_exit(payload: bytes) -> Exit:

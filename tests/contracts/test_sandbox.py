@@ -141,8 +141,9 @@ def test_variables_and_the_folder_of_one_command(backend: Backend) -> None:
         assert (await sh(sandbox, "echo $A; pwd | grep -c deep")).stdout == "\n0\n"
         missing = await sandbox.exec(["pwd"], timeout_s=TIMEOUT_S, cwd="no/such")
         assert (missing.exit_code, missing.stderr) == (126, "no/such: No such file or directory\n")
-        with pytest.raises(ValueError, match="NUL"):
-            await sandbox.exec(["pwd"], timeout_s=TIMEOUT_S, env={"A": "\0"})
+        for odd in ({"A": "\0"}, {"": "x"}, {"A=B": "x"}):
+            with pytest.raises(ValueError, match="without '=', and no NUL"):
+                await sandbox.exec(["pwd"], timeout_s=TIMEOUT_S, env=odd)
 
     with_sandbox(backend, use)
 
