@@ -144,7 +144,7 @@ async def swe_rex(peer: DockerPeer, container_network: str) -> AsyncIterator[tup
     On a bridge the client speaks to the container's address, so no proxy of Docker's is in between.
     """
     os.environ.setdefault("SWE_REX_LOG_STREAM_LEVEL", "ERROR")
-    from swerex.runtime.remote import RemoteRuntime
+    from swerex.runtime.remote import RemoteRuntime  # pyright: ignore[reportMissingImports]  # an optional peer
 
     host_network = container_network == "host"
     host = "127.0.0.1" if host_network else "0.0.0.0"
@@ -172,7 +172,7 @@ async def _until_alive(peer: DockerPeer, container: Any, runtime: Any) -> None:
 
 def execute_of(runtime: Any) -> Run:
     """SWE-ReX's `execute`: a program of its own for each command."""
-    from swerex.runtime.abstract import Command
+    from swerex.runtime.abstract import Command  # pyright: ignore[reportMissingImports]  # an optional peer
 
     async def run(argv: Sequence[str]) -> str:
         return (await runtime.execute(Command(command=list(argv), check=True))).stdout
@@ -182,7 +182,7 @@ def execute_of(runtime: Any) -> Run:
 
 async def session_of(runtime: Any) -> Run:
     """SWE-ReX's bash session: `run_in_session`, which raises when the exit code is not 0."""
-    from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
+    from swerex.runtime.abstract import BashAction, CreateBashSessionRequest  # pyright: ignore[reportMissingImports]  # an optional peer
 
     await runtime.create_session(CreateBashSessionRequest(startup_timeout=10.0))
 

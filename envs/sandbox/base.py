@@ -40,8 +40,9 @@ class SandboxLimits:
     memory_bytes: int = 256 * MIB
     max_processes: int = 64
     max_file_bytes: int = 64 * MIB
-    disk_bytes: int = 128 * MIB
-    """Of each writable folder (the working folder, /tmp, `SandboxSpec.folders`)."""
+    disk_bytes: int = 64 * MIB
+    """Of each writable folder (the working folder, /tmp, `SandboxSpec.folders`). It lies in memory, so it is less where
+    `memory_bytes` would not leave enough for processes (`envs.sandbox.launch.folder_bytes`)."""
     cpus: float = 1.0
 
     def __post_init__(self) -> None:

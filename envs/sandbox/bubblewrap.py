@@ -28,16 +28,18 @@ from envs.sandbox.launch import (
     SERVER,
     START_S,
     Launched,
+    folder_bytes,
     must_answer,
     proxy_variables,
     read_exactly,
+    shared_memory_bytes,
+    version_of,
     wait_for_exit,
 )
 from envs.sandbox.rootfs import unpack_rootfs
 
 NOBODY = 65534
 ROOT_CACHE = Path("/var/cache/agentgrad-rootfs")
-SHARED_MEMORY_BYTES = 16 * 1024 * 1024
 END_S = 5.0
 HELLO_BYTES = len(wire.frame(wire.HELLO, 0, bytes(4)))
 
@@ -122,6 +124,7 @@ class BubblewrapLauncher:
 
     def __init__(self) -> None:
         self._cgroups = Cgroups.find()
+        self._roots: dict[tuple[str, ...], Path] = {}
         self._owner = NOBODY if os.geteuid() == 0 else None
 
     async def check(self, spec: SandboxSpec) -> None:
@@ -143,9 +146,15 @@ class BubblewrapLauncher:
         server = await asyncio.to_thread(server_program)
         root = None
         if spec.image not in (None, DEFAULT_IMAGE):
-            root = await asyncio.to_thread(unpack_rootfs, Path(str(spec.image)), _rootfs_folder())
-        group = None if self._cgroups is None else self._cgroups.make(spec.limits)
-        launched = self._spawn(spec, programs, server, root, group)
+            root = await asyncio.to_thread(self._root, str(spec.image))
+        group = None
+        try:
+            group = None if self._cgroups is None else self._cgroups.make(spec.limits)
+            launched = self._spawn(spec, programs, server, root, group)
+        except OSError as error:
+            if group is not None:
+                group.remove()
+            raise SandboxError(f"bubblewrap: a sandbox with these limits cannot be made: {error}") from error
         try:
             launched.connected.setblocking(False)
             async with asyncio.timeout(START_S):
@@ -160,12 +169,23 @@ class BubblewrapLauncher:
             raise
         return launched
 
+    def _root(self, image: str) -> Path:
+        """The unpacked root file system; blocking, and long the first time."""
+        version = version_of(image)
+        if version not in self._roots:
+            self._roots[version] = unpack_rootfs(Path(image), _rootfs_folder())
+        return self._roots[version]
+
     def _spawn(
         self, spec: SandboxSpec, programs: list[str], server: Path, root: Path | None, group: Cgroup | None
     ) -> _BubblewrapLaunched:
-        ours, theirs = socket.socketpair()
-        info, said = os.memfd_create("info"), os.memfd_create("stderr")
-        with theirs, ExitStack() as opened:
+        with ExitStack() as opened, ExitStack() as kept:
+            ours, theirs = socket.socketpair()
+            kept.callback(ours.close)
+            opened.callback(theirs.close)
+            info, said = os.memfd_create("info"), os.memfd_create("stderr")
+            kept.callback(os.close, info)
+            kept.callback(os.close, said)
             passed: list[int] = [info]
 
             def pass_on(fd: int) -> str:
@@ -188,6 +208,7 @@ class BubblewrapLauncher:
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 start_new_session=True,
             )
+            kept.pop_all()
         return _BubblewrapLaunched(process, ours, proxy_variables(spec), info, said, group)
 
     async def reap(self) -> int:
@@ -204,7 +225,8 @@ def _rootfs_folder() -> Path:
     """Where root file systems are unpacked: bwrap, which root starts as nobody, must be able to go there."""
     if os.geteuid() != 0:
         return cache_folder() / "rootfs"
-    ROOT_CACHE.mkdir(mode=0o711, parents=True, exist_ok=True)
+    ROOT_CACHE.mkdir(parents=True, exist_ok=True)
+    ROOT_CACHE.chmod(0o711)
     return ROOT_CACHE
 
 
@@ -254,9 +276,12 @@ def _mounts(spec: SandboxSpec, root: Path | None, data: Mapping[str, str]) -> It
 def _last_mounts(spec: SandboxSpec, program: str) -> Iterator[str]:
     """The kernel's folders, the server, and what can be written: the working folder, /tmp, /dev/shm and the spec's."""
     yield from ("--proc", "/proc", "--dev", "/dev")
-    yield from ("--size", str(SHARED_MEMORY_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
-    for folder in dict.fromkeys(("/tmp", spec.workdir, *spec.folders)):
-        yield from ("--size", str(spec.limits.disk_bytes), "--perms", "1777", "--tmpfs", folder)
+    shared = str(shared_memory_bytes(spec.limits))
+    yield from ("--size", shared, "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
+    folders = dict.fromkeys(("/tmp", spec.workdir, *spec.folders))
+    for folder in folders:
+        size = str(folder_bytes(spec.limits, len(folders)))
+        yield from ("--size", size, "--perms", "1777", "--tmpfs", folder)
     yield from ("--perms", "0755", "--ro-bind-data", program, SERVER)
     yield from ("--chdir", spec.workdir, "--remount-ro", "/")
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from envs.sandbox.base import SandboxUnavailableError
-from envs.sandbox.host_lock import host_lock
+from envs.sandbox.host_lock import host_lock, private_folder
 
 SOURCES = Path(__file__).with_name("server")
 FLAGS = ("-std=gnu11", "-O2", "-static", "-s")
@@ -31,7 +31,7 @@ def server_program(cache: Path | None = None) -> Path:
     Raises:
         SandboxUnavailableError: there is no C compiler, or it failed; one line says what to install.
     """
-    cache = cache or cache_folder()
+    cache = private_folder(cache or cache_folder())
     sources = sorted(SOURCES.glob("*.[ch]"))
     digest = hashlib.sha256(platform.machine().encode())
     for source in sources:
@@ -50,7 +50,7 @@ def cache_folder() -> Path:
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = place / "agentgrad"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return folder
     except OSError:
@@ -78,6 +78,8 @@ def _compile(sources: list[str], program: Path) -> None:
                 unfinished.rename(program)
                 return
             said = " ".join(done.stderr.split())[-300:]
+    except subprocess.TimeoutExpired:
+        said = f"it took longer than {COMPILE_S} s"
     except OSError as error:
         raise SandboxUnavailableError(f"the sandbox server cannot be written to {program.parent}: {error}") from error
     finally:

@@ -22,6 +22,8 @@ PARENT = "agentgrad"
 SPARE_PROCESSES = 16
 """What the server and its supervisors may need on top of the limit on processes."""
 CPU_PERIOD_US = 100_000
+MIN_CPU_QUOTA_US = 1000
+"""The kernel refuses less."""
 REMOVE_TRIES = 40
 REMOVE_PAUSE_S = 0.05
 
@@ -91,7 +93,7 @@ class Cgroups:
 
     def _settings(self, folders: tuple[Path, ...], limits: SandboxLimits) -> Iterator[tuple[Path, str]]:
         memory, processes, cpu = folders if self._version == 1 else folders * 3
-        quota = str(int(limits.cpus * CPU_PERIOD_US))
+        quota = str(max(MIN_CPU_QUOTA_US, int(limits.cpus * CPU_PERIOD_US)))
         yield processes / "pids.max", str(limits.max_processes + SPARE_PROCESSES)
         if self._version == 2:
             yield memory / "memory.max", str(limits.memory_bytes)

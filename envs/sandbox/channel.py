@@ -33,6 +33,7 @@ class _Request:
     answer: asyncio.Future[wire.Frame]
     data: list[bytes] = field(default_factory=list)
     taken: asyncio.Event = field(default_factory=asyncio.Event)
+    held: bool = False
 
 
 class Connection:
@@ -42,25 +43,48 @@ class Connection:
         self._channel = channel
         self._number = number
         self._arrived: asyncio.Queue[bytes] = asyncio.Queue()
+        self._gone = False
         self.taken = asyncio.Event()
+        self.serving: asyncio.Task[None] | None = None
 
     def arrive(self, data: bytes) -> None:
-        """Called with what came from inside; with nothing at its end."""
+        """Called with a piece from inside, and not again until `read` has taken it; with nothing at the end."""
         self._arrived.put_nowait(data)
+
+    def end(self) -> None:
+        """Called when the program inside is gone: nothing can be read or written any more."""
+        self._gone = True
+        self.taken.set()
+        self._arrived.put_nowait(b"")
+        if self.serving is not None:
+            self.serving.cancel()
 
     async def read(self) -> bytes:
         """The next bytes from inside; empty at the end."""
-        return await self._arrived.get()
+        data = await self._arrived.get()
+        if data and not self._gone:
+            self._channel.send(wire.frame(wire.TOOK, self._number))
+        return data
 
     async def write(self, data: bytes) -> None:
-        """Send bytes inside, and wait until they are taken."""
+        """Send bytes inside, and wait until they are taken.
+
+        Raises:
+            ConnectionError: nobody is there to take them.
+        """
         for start in range(0, len(data), wire.CHUNK_BYTES):
-            self.taken.clear()
-            self._channel.send(wire.frame(wire.INPUT, self._number, data[start : start + wire.CHUNK_BYTES]))
-            await self.taken.wait()
+            if not self._gone:
+                self.taken.clear()
+                self._channel.send(wire.frame(wire.INPUT, self._number, data[start : start + wire.CHUNK_BYTES]))
+                await self.taken.wait()
+            if self._gone:
+                raise ConnectionError("the program inside has closed its connection")
 
     def close(self) -> None:
-        self._channel.send(wire.frame(wire.INPUT, self._number))
+        """End it; there may be nothing left to end."""
+        if not self._gone:
+            with contextlib.suppress(SandboxError):
+                self._channel.send(wire.frame(wire.INPUT, self._number))
 
 
 class Channel(asyncio.Protocol):
@@ -123,7 +147,8 @@ class Channel(asyncio.Protocol):
         elif frame.kind == wire.DATA and connection is not None:
             connection.arrive(frame.payload)
         elif frame.kind == wire.CLOSED and connection is not None:
-            connection.arrive(b"")
+            del self._connections[frame.id]
+            connection.end()
         elif frame.kind == wire.TAKEN and (connection or request):
             (connection or request).taken.set()  # pyright: ignore[reportOptionalMemberAccess]
         elif frame.kind == wire.DATA and request is not None:
@@ -134,11 +159,12 @@ class Channel(asyncio.Protocol):
 
     def _connected(self, number: int) -> None:
         connection = Connection(self, number)
-        if self._serve is None:
+        if self._serve is None or len(self._connections) >= wire.MAX_CONNECTIONS:
             connection.close()
             return
         self._connections[number] = connection
         serving = asyncio.ensure_future(self._serve_one(self._serve, connection, number))
+        connection.serving = serving
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
 
@@ -147,7 +173,7 @@ class Channel(asyncio.Protocol):
             with contextlib.suppress(OSError, SandboxError, TimeoutError):
                 await serve(connection)
         finally:
-            del self._connections[number]
+            self._connections.pop(number, None)
             connection.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -210,6 +236,8 @@ class Channel(asyncio.Protocol):
             try:
                 return wire.read_exit((await self._answer(request, timeout_s + ANSWER_S)).payload)
             except asyncio.CancelledError:
+                # It stays known until its command is dead, also when this is cancelled once more.
+                request.held = True
                 await asyncio.shield(self._kill(number, request))
                 raise
             finally:
@@ -225,9 +253,12 @@ class Channel(asyncio.Protocol):
             self.send(wire.frame(wire.INPUT, number))
 
     async def _kill(self, number: int, request: _Request) -> None:
-        with contextlib.suppress(SandboxError):
-            self.send(wire.frame(wire.KILL, number))
-            await self._answer(request, KILL_S)
+        try:
+            with contextlib.suppress(SandboxError):
+                self.send(wire.frame(wire.KILL, number))
+                await self._answer(request, KILL_S)
+        finally:
+            del self._requests[number]
 
     async def read(self, path: str, max_bytes: int) -> bytes:
         """A file's content.
@@ -278,7 +309,10 @@ class Channel(asyncio.Protocol):
 
     def close(self) -> None:
         """End the channel, and with it the sandbox. Safe to call twice."""
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():
+            # Also for a child of this process that has the socket too.
+            with contextlib.suppress(OSError):
+                self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             self._transport.abort()
 
     @contextlib.contextmanager
@@ -290,7 +324,8 @@ class Channel(asyncio.Protocol):
         try:
             yield number, request
         finally:
-            del self._requests[number]
+            if not request.held:
+                del self._requests[number]
             if request.answer.done() and not request.answer.cancelled():
                 request.answer.exception()  # seen, also when nobody waited for it
 

@@ -30,11 +30,14 @@ from envs.sandbox.launch import (
     START_S,
     Launched,
     boot_id,
+    folder_bytes,
     mark_lives,
     must_answer,
     own_mark,
     proxy_variables,
     read_exactly,
+    shared_memory_bytes,
+    version_of,
 )
 
 OWNER_LABEL, BOOT_LABEL = "agentgrad.owner", "agentgrad.boot"
@@ -120,7 +123,7 @@ class DockerLauncher:
     def __init__(self, runtime: str | None = None) -> None:
         self._engine = DockerEngine()
         self._runtime = runtime
-        self._images: dict[str, _Image] = {}
+        self._images: dict[tuple[str, ...], _Image] = {}
 
     async def check(self, spec: SandboxSpec) -> None:
         await self._engine.connect()
@@ -128,15 +131,16 @@ class DockerLauncher:
 
     async def _image(self, spec: SandboxSpec, *, again: bool = False) -> _Image:
         image = spec.image or DEFAULT_IMAGE
-        if again or image not in self._images:
+        version = await asyncio.to_thread(version_of, image)
+        if again or version not in self._images:
             program = await asyncio.to_thread(server_program)
             api = self._engine.api
             ready = await self._engine.call(prepare_image, api, image, program, cache_folder() / "locks")
             config = (await self._engine.call(api.inspect_image, ready))["Config"] or {}
             pairs = (text.partition("=") for text in config.get("Env") or ())
             variables = {name: value for name, _, value in pairs}
-            self._images[image] = _Image(id=ready, variables=variables, volumes=tuple(config.get("Volumes") or ()))
-        return self._images[image]
+            self._images[version] = _Image(id=ready, variables=variables, volumes=tuple(config.get("Volumes") or ()))
+        return self._images[version]
 
     async def launch(self, spec: SandboxSpec) -> Launched:
         await self._engine.connect()
@@ -221,16 +225,18 @@ def _host_config(engine: DockerEngine, spec: SandboxSpec, volumes: tuple[str, ..
     """What the container may use. Writable folders are in memory, and count against it; so are the image's volumes,
     which would lie on the machine's disk without a bound."""
     limits = spec.limits
-    options = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes}"
+    own = () if spec.writable_root else ("/tmp", spec.workdir)
+    folders = dict.fromkeys((*own, *spec.folders, *volumes))
+    options = f"rw,nosuid,nodev,exec,mode=1777,size={folder_bytes(limits, len(folders))}"
     if not engine.is_podman:  # which refuses these, and needs them not
         # Where the image has such a folder, Docker gives the mount that folder's mode: its owner must be the user.
         user, group = USERS[spec.user].split(":")
         options += f",uid={user},gid={group}"
-    own = () if spec.writable_root else ("/tmp", spec.workdir)
     return engine.api.create_host_config(
         network_mode="none",
         read_only=not spec.writable_root,
-        tmpfs=dict.fromkeys((*own, *spec.folders, *volumes), options),
+        tmpfs=dict.fromkeys(folders, options),
+        shm_size=shared_memory_bytes(limits),
         cap_drop=["ALL"],
         cap_add=ROOT_CAPABILITIES if spec.user == "root" else None,
         security_opt=["no-new-privileges"],

@@ -31,6 +31,7 @@ class DockerEngine:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentgrad-docker")
         self.api: Any = None  # the SDK has no types
+        self._connecting = asyncio.Lock()
         self.is_podman = False
         self.limits_memory = True
 
@@ -40,15 +41,20 @@ class DockerEngine:
         Raises:
             SandboxUnavailableError: no daemon, no permission, or a kind of host that does not work.
         """
-        if self.api is not None:
-            return
+        async with self._connecting:
+            if self.api is None:
+                await self._connect()
+
+    async def _connect(self) -> None:
         await self._in_thread(check_host)
         try:
-            self.api = await self._in_thread(
+            api = await self._in_thread(
                 docker.APIClient, **kwargs_from_env(), version="auto", timeout=REQUEST_S, max_pool_size=THREADS
             )
-            self.is_podman, self.limits_memory = await self._in_thread(_about, self.api)
-        except (DockerException, OSError) as error:
+            # All that is asked before a container is made, so that none is made without its limits.
+            self.is_podman, self.limits_memory = await self._in_thread(_about, api)
+            self.api = api
+        except (DockerException, OSError, HTTPError) as error:
             raise SandboxUnavailableError(why_unavailable(error, docker_host())) from error
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

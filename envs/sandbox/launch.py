@@ -6,6 +6,7 @@ This runs in the pool's process (`pool_process.py`), never in the one that train
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -13,11 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from envs.sandbox.base import SandboxError, SandboxSpec
+from envs.sandbox.base import MIB, SandboxError, SandboxLimits, SandboxSpec
 
 START_S = 60.0
 """A sandbox whose server has not answered by then has failed to start."""
 PROXY_PORT = 3128
+FOR_PROCESSES_BYTES = 32 * MIB
+SHARED_MEMORY_BYTES = 16 * MIB
 SERVER = "/.agentgrad/server"
 """Where the server program lies in every sandbox."""
 
@@ -67,6 +70,40 @@ class Launcher(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def folder_bytes(limits: SandboxLimits, folders: int) -> int:
+    """How large each of so many writable folders, and /dev/shm beside them, may become.
+
+    They lie in memory, and files alone must never fill it: then the kernel would find nobody to kill for it but the
+    server, and a command's doing would look like the sandbox's failure.
+
+    >>> folder_bytes(SandboxLimits(memory_bytes=256 * MIB, disk_bytes=64 * MIB), 2) // MIB
+    64
+    >>> folder_bytes(SandboxLimits(memory_bytes=64 * MIB, disk_bytes=64 * MIB), 2) // MIB
+    8
+    """
+    for_processes = min(FOR_PROCESSES_BYTES, limits.memory_bytes // 2)
+    room = limits.memory_bytes - for_processes - shared_memory_bytes(limits)
+    return max(4096, min(limits.disk_bytes, room // max(1, folders)))
+
+
+def shared_memory_bytes(limits: SandboxLimits) -> int:
+    return min(SHARED_MEMORY_BYTES, limits.memory_bytes // 4)
+
+
+def version_of(image: str) -> tuple[str, ...]:
+    """What tells one content of an image from another without reading it: of a path, when what lies there was changed
+    and how large it is; of a registry's name, the name."""
+    if not image.startswith("/"):
+        return (image,)
+    place = Path(image)
+    found: list[str] = [image]
+    for path in (place, *(sorted(place.rglob("*")) if place.is_dir() else ())):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            found.append(f"{path} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_size}")
+    return tuple(found)
 
 
 def proxy_variables(spec: SandboxSpec) -> dict[str, str]:
@@ -144,7 +181,9 @@ def mark_lives(mark: str) -> bool:
 
 
 def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    """This boot of this machine, and the namespace in which process ids count: a container has its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def must_answer(hello: bytes, what: str) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 from envs.sandbox.base import SandboxError, SandboxSpec, SandboxUnavailableError
@@ -120,6 +121,7 @@ class PoolFactory(ServedFactory):
         self._warm = warm
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
+        self._left = False
 
     @classmethod
     async def create(cls, kind: PoolKind, *, image: str | None = None, warm: int = 0) -> Self:
@@ -139,7 +141,9 @@ class PoolFactory(ServedFactory):
         return factory
 
     def _own(self, spec: SandboxSpec) -> SandboxSpec:
-        return spec if spec.image is not None else replace(spec, image=self._image)
+        """The spec as the pool, which runs in another folder, must read it."""
+        image = self._image if spec.image is None else spec.image
+        return replace(spec, image=str(Path(image).resolve()) if image and image.startswith(("./", "../")) else image)
 
     async def _begin(self, spec: SandboxSpec) -> Started:
         spec = self._own(spec)
@@ -149,6 +153,10 @@ class PoolFactory(ServedFactory):
             name: str = answer["sandbox"]
             lease = _PoolLease(self, name)
             try:
+                if not files:
+                    raise SandboxError(
+                        f"{self.name}: no sandbox came: this process has too many files open (ulimit -n)"
+                    )
                 unwrap = unwrapper() if self._kind.backend == "docker" else None
                 connected = socket.socket(fileno=files[0])
                 channel = await Channel.open(connected, self.name, unwrap=unwrap, serve=proxy_for(spec))
@@ -175,6 +183,8 @@ class PoolFactory(ServedFactory):
 
     async def _pool(self) -> _Connection:
         async with self._connecting:
+            if self._left:
+                raise SandboxError(f"{self.name}: the factory is closed; open a new one")
             if self._connection is None or self._connection.lost:
                 self._connection = _Connection(await _connect(self._kind))
             return self._connection
@@ -184,6 +194,7 @@ class PoolFactory(ServedFactory):
         return (await self._ask("state"))[0]
 
     async def _release(self) -> None:
+        self._left = True
         if self._connection is not None:
             with contextlib.suppress(SandboxError):
                 await self._connection.ask("leave")

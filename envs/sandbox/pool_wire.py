@@ -72,7 +72,7 @@ async def receive_message(connected: socket.socket) -> tuple[dict[str, Any], lis
     """The next message and its open files; None when the other end is gone."""
     while True:
         try:
-            data, files, _, _ = socket.recv_fds(connected, MAX_MESSAGE_BYTES, MAX_FILES)
+            data, files, _, _ = socket.recv_fds(connected, MAX_MESSAGE_BYTES, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             await _ready(connected, write=False)
             continue

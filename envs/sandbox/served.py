@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import errno
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ COMMAND_ENVIRONMENT: Mapping[str, str] = {
 }
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+MAX_PATH_BYTES = 4096
 MAX_ARGUMENTS_BYTES = 1024 * 1024
 """Of a command line and its variables; Linux itself takes 128 KiB in one argument, and more than this in all."""
 TIMEOUT_EXIT_CODE = 124
@@ -41,7 +43,8 @@ KILLED_EXIT_CODE = 128 + 9
 CANNOT_RUN_EXIT_CODE = 126
 CLOSED_WHILE = "the sandbox was closed while it was in use"
 
-_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO})
+# What keeps a file from being read that is not the file's, or the path's, own doing.
+_OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 T = TypeVar("T")
 
@@ -86,7 +89,6 @@ class ServedSandbox:
         self._started = started
         self._confined = confined
         self._closed = False
-        self._using: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(cls, name: str, spec: SandboxSpec, start: Start, *, confined: bool = False) -> Self:
@@ -124,7 +126,7 @@ class ServedSandbox:
         done, _ = await self.run(
             checked_argv(argv),
             timeout_s=timeout_s,
-            cwd=self._path(cwd or "."),
+            cwd=self._cwd(cwd),
             variables={**self.variables, **env},
             stdin=stdin,
             max_output_bytes=max_output_bytes,
@@ -146,7 +148,8 @@ class ServedSandbox:
         started = time.perf_counter()
         self._check_open()
         texts = [_plain(f"{name}={value}") for name, value in variables.items()]
-        if sum(len(text.encode()) for text in (*argv, *texts)) > MAX_ARGUMENTS_BYTES:
+        # Each has its end and a pointer to it, too.
+        if sum(len(text.encode()) + 9 for text in (*argv, *texts)) > MAX_ARGUMENTS_BYTES:
             return ExecResult(exit_code=CANNOT_RUN_EXIT_CODE, stdout="", stderr="argument list too long\n"), b""
 
         async def once() -> wire.Exit:
@@ -166,6 +169,8 @@ class ServedSandbox:
             # must not be raised as one: the leftovers are killed.
             await self._ask(self._started.channel.kill_all(only_background=True))
             done = await self._ask(once())
+        if done.start_error and not done.no_process:
+            raise SandboxError(f"{self.name}: no command can be started: {os.strerror(done.start_error)}")
         return _result(done, time.perf_counter() - started), done.state
 
     def shell(self, program: str = "sh") -> ShellSession:
@@ -188,9 +193,9 @@ class ServedSandbox:
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise ValueError(f"{self.name}: {path!r} is larger than {limit} bytes") from None
-            if error.errno in _MISSING:
-                raise FileNotFoundError(f"{self.name}: no file {path!r} to read: {error.strerror}") from None
-            raise
+            if error.errno in _OUR_FAULT:
+                raise SandboxError(f"{self.name}: {path!r} cannot be read: {error.strerror}") from error
+            raise FileNotFoundError(f"{self.name}: no file {path!r} to read: {error.strerror}") from None
 
     async def write_file(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """See `Sandbox.write_file`."""
@@ -205,9 +210,15 @@ class ServedSandbox:
             whole = with_mode(file)
             await self.write_file(path, whole.content, mode=whole.mode)
 
+    def _cwd(self, cwd: str | None) -> str:
+        # One that is too long is the command's fault, as one that is not there: the server says so.
+        return self._path((cwd or ".")[: MAX_PATH_BYTES // 4])
+
     def _path(self, path: str) -> str:
         if not path or "\0" in path:
             raise ValueError(f"path {path!r} must not be empty or hold NUL characters")
+        if len(path.encode("utf-8", "replace")) > MAX_PATH_BYTES:
+            raise FileNotFoundError(f"{self.name}: a path of {len(path)} characters names nothing: it is too long")
         if self._confined and (path.startswith("/") or ".." in path.split("/")):
             raise ValueError(f"path {path!r} must be relative and stay inside the working folder")
         return _plain(path)
@@ -226,6 +237,9 @@ class ServedSandbox:
         self._check_open()
         await self._end()
         self._started = await self._start(self.spec)
+        if self._closed:
+            await self._end()
+            raise SandboxError(f"{self.name}: {CLOSED_WHILE}")
         await self._write_spec()
 
     async def _ask(self, request: Awaitable[T]) -> T:

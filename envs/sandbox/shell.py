@@ -41,6 +41,8 @@ class ShellSession:
     """See `Shell`. `server` is the path of the server program inside the sandbox."""
 
     def __init__(self, sandbox: Runner, program: str, server: str) -> None:
+        if not program or "\0" in program:
+            raise ValueError(f"shell {program!r} names no program")
         self._sandbox = sandbox
         self._program = program
         self._trap = f"trap '\"{server}\" state {STATE_FD} 2>/dev/null' EXIT; "

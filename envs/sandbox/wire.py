@@ -15,8 +15,15 @@ MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Of one stream, what is kept at most: past so much, a command is ended."""
 CHUNK_BYTES = 64 * 1024
 """Of a file or of stdin, what travels in one frame."""
+MAX_CONNECTIONS = 64
+"""To the proxy's port, at once; `server/server.h` has the same number.
 
-EXEC, INPUT, KILL, KILL_ALL, READ, WRITE, PING, BEAT = b"E", b"I", b"K", b"A", b"R", b"W", b"P", b"B"
+After OPENED, the server sends one piece (DATA) and then no other until the client has said TOOK; an empty piece says
+that nothing more comes. CLOSED says that the connection is gone, both ways. The client sends INPUT, which the server
+answers with TAKEN, or CLOSED; an empty INPUT ends the connection.
+"""
+
+EXEC, INPUT, KILL, KILL_ALL, READ, WRITE, PING, BEAT, TOOK = b"E", b"I", b"K", b"A", b"R", b"W", b"P", b"B", b"T"
 HELLO, TAKEN, EXIT, KILLED, DATA, DONE, PONG, OPENED, CLOSED = b"h", b"i", b"x", b"k", b"d", b"f", b"p", b"o", b"c"
 
 BEAT_S = 60.0
@@ -26,7 +33,7 @@ SILENCE_S = 300.0
 `server/server.h` has the same number."""
 
 _HEADER = struct.Struct("<IIc3x")
-_EXIT = struct.Struct("<8I2Q")
+_EXIT = struct.Struct("<9I4x2Q")
 _MAX_TIMEOUT_MS = 2**32 - 1
 _HAS_INPUT, _WANTS_STATE = 1, 2
 _TIMED_OUT, _OUT_OF_MEMORY, _FLOODED, _NO_PROCESS = 1, 2, 4, 8
@@ -59,6 +66,8 @@ class Exit:
     flooded: bool
     no_process: bool
     processes_left: int
+    start_error: int
+    """Why it could not be started (an errno), else 0."""
     stdout: Output
     stderr: Output
     state: bytes
@@ -84,7 +93,7 @@ def exec_frame(
     With `wants_state`, what the command writes to file descriptor 9 comes back as `Exit.state`.
     """
     flags = _HAS_INPUT * has_input | _WANTS_STATE * wants_state
-    timeout_ms = min(max(0, round(timeout_s * 1000)), _MAX_TIMEOUT_MS)
+    timeout_ms = round(min(max(0.0, timeout_s) * 1000, _MAX_TIMEOUT_MS))
     kept_bytes = min(max(0, max_output_bytes), MAX_KEPT_BYTES)
     numbers = struct.pack("<5I", timeout_ms, kept_bytes, flags, len(argv), len(variables))
     texts = b"".join(text.encode() + b"\0" for text in (cwd, *argv, *variables))
@@ -110,10 +119,10 @@ def write_end_frame(number: int, path: str) -> bytes:
 
 
 def read_exit(payload: bytes) -> Exit:
-    code, flags, left, out_head, out_tail, err_head, err_tail, state, out_total, err_total = _EXIT.unpack_from(payload)
+    code, flags, left, failed, *sizes, out_total, err_total = _EXIT.unpack_from(payload)
     parts: list[bytes] = []
     at = _EXIT.size
-    for size in (out_head, out_tail, err_head, err_tail, state):
+    for size in sizes:
         parts.append(payload[at : at + size])
         at += size
     return Exit(
@@ -123,6 +132,7 @@ def read_exit(payload: bytes) -> Exit:
         flooded=bool(flags & _FLOODED),
         no_process=bool(flags & _NO_PROCESS),
         processes_left=left,
+        start_error=failed,
         stdout=Output(head=parts[0], tail=parts[1], total_bytes=out_total),
         stderr=Output(head=parts[2], tail=parts[3], total_bytes=err_total),
         state=parts[4],

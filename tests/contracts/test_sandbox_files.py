@@ -48,7 +48,7 @@ def test_files_are_written_and_read(backend: Backend) -> None:
         await sandbox.write_file("x", b"", mode=0o700)
         assert await sandbox.read_file("x") == b""
         assert (await sh(sandbox, "stat -c %a x; wc -c < deep/er/x; rm x")).stdout.split() == ["700", "512000"]
-        for path in ("x", "no/such", "deep", "deep/er/x/y"):
+        for path in ("x", "no/such", "deep", "deep/er/x/y", "a" * 300, "d/" * 3000):
             with pytest.raises(FileNotFoundError):
                 await sandbox.read_file(path)
 

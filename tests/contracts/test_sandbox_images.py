@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +118,40 @@ def test_a_writable_layer_has_a_bound_d09(context: Path) -> None:
                 await filling
 
     with_factory("docker", use)
+
+
+@isolated
+@pytest.mark.docker
+def test_a_path_means_what_lies_there_now(backend: Backend, tmp_path: Path) -> None:
+    """Relative to the folder of whoever asks, also when the archive changes while the pool lives on."""
+    require("docker")
+    client = docker.from_env()
+    archive = tmp_path / "root.tar"
+
+    def pack(text: bytes) -> None:
+        made = client.containers.create(DEFAULT_IMAGE)
+        try:
+            whole = b"".join(made.export())
+        finally:
+            made.remove()
+        with tarfile.open(fileobj=io.BytesIO(whole)) as old, tarfile.open(archive, "w") as new:
+            for entry in old:
+                new.addfile(entry, old.extractfile(entry) if entry.isfile() else None)
+            entry = tarfile.TarInfo("version")
+            entry.size = len(text)
+            new.addfile(entry, io.BytesIO(text))
+
+    async def use(factory: SandboxFactory) -> list[str]:
+        said: list[str] = []
+        for text in (b"one", b"two!"):
+            pack(text)
+            async with await factory.start(SandboxSpec(image="./root.tar")) as sandbox:
+                said.append((await sh(sandbox, "cat /version")).stdout)
+        return said
+
+    with contextlib.chdir(tmp_path):
+        assert with_factory(backend, use) == ["one", "two!"]
+    client.close()
 
 
 def test_bubblewrap_says_what_it_has_not() -> None:

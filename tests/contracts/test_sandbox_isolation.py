@@ -238,20 +238,55 @@ def test_memory_of_all_processes_together(backend: Backend) -> None:
 
 
 @isolated
-def test_files_that_fill_the_memory(backend: Backend) -> None:
-    """Files lie in memory and count: it is the writing command that is killed for them, never the sandbox."""
-    if not counts_as_a_whole(backend):
-        pytest.skip("bubblewrap bounds each folder only, without control groups")
+def test_files_never_fill_the_memory(backend: Backend) -> None:
+    """Files lie in memory. However they are written, and by whom, it is no reason for a sandbox to end."""
 
     async def use(sandbox: Sandbox) -> None:
         scores = await sh(sandbox, "cat /proc/self/oom_score_adj /proc/1/oom_score_adj")
         assert scores.stdout.split() == ["500", "0"]
-        fill = "dd if=/dev/zero of=/tmp/big bs=65536 count=1000; code=$?; rm /tmp/big; exit $code"
-        for _ in range(3):
-            done = await sh(sandbox, fill)
-            assert (done.exit_code, done.oom_killed) == (137, True)
+        for folder in (".", "/tmp", "/dev/shm", "/logs"):
+            done = await sh(sandbox, f"dd if=/dev/zero of={folder}/big bs=65536 count=4000")
+            assert done.exit_code != 0
+            assert "No space left" in done.stderr or done.oom_killed
+        for _ in range(20):
+            assert (await sh(sandbox, "echo $(echo fine)")).stdout == "fine\n"
+            with pytest.raises(OSError, match="No space left"):
+                await sandbox.write_file("more", b"x" * 100_000)
 
-    with_sandbox(backend, use, SandboxSpec(limits=SandboxLimits(memory_bytes=32 * MIB)))
+    limits = SandboxLimits(memory_bytes=64 * MIB, disk_bytes=256 * MIB, max_file_bytes=512 * MIB)
+    with_sandbox(backend, use, SandboxSpec(limits=limits, folders=("/logs",)))
+
+
+@isolated
+def test_what_a_command_asks_of_process_1_is_refused(backend: Backend) -> None:
+    """The same user may change its limits and its place in the scheduler, as far as the kernel's own rules go."""
+    asks = (
+        "prlimit --pid 1 --nofile=1:1; renice -n 19 -p 1; renice -n 19 -u nobody; chrt --idle -p 0 1; ionice -c 3 -p 1"
+    )
+
+    async def use(sandbox: Sandbox) -> None:
+        limits = await sh(sandbox, "grep 'open files' /proc/self/limits")
+        await sh(sandbox, f"{asks}; taskset -p 1 1")
+        assert (await sh(sandbox, "awk '{print $19}' /proc/1/stat; ulimit -n 64; ulimit -n")).stdout.split() == [
+            "0",
+            "64",
+        ]
+        assert (await sh(sandbox, "grep 'open files' /proc/self/limits")).stdout == limits.stdout
+        busy = "i=0; while [ $i -lt 30 ]; do (while :; do :; done) & i=$((i+1)); done; wait"
+        done = await sh(sandbox, busy, timeout_s=2)
+        assert (done.timed_out, done.processes_left) == (True, 0)
+
+    with_sandbox(backend, use)
+
+
+@isolated
+def test_two_at_once_may_kill_everything(backend: Backend) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        assert (await sh(sandbox, "sleep 100 & sleep 100 & echo")).processes_left == 2
+        assert sum(await asyncio.gather(*(sandbox.kill_all() for _ in range(4)))) >= 2
+        assert await running(sandbox) == set()
+
+    with_sandbox(backend, use)
 
 
 @isolated

@@ -51,9 +51,12 @@ async def main(
     sampling, log = None, None
     if is_main:
         ledger = Ledger(folder / "ledger" / "completions.jsonl", after_step=start_after)
+        # Sampled one at a time, a completion's rounding does not depend on which ones arrived together, so a run that
+        # continues can be compared with one that was never killed. vLLM's batches cannot be chosen.
+        together = 1 if engine_kind == "transformers" else 8
         engine = RecordingEngine(
             open_engine(
-                EngineConfig(kind=engine_kind, dtype="float32", max_context_tokens=128, max_concurrent=8),
+                EngineConfig(kind=engine_kind, dtype="float32", max_context_tokens=128, max_concurrent=together),
                 model=model_path,
             ),
             ledger,

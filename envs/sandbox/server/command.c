@@ -33,18 +33,18 @@ struct command {
     uint8_t *pending; /* what the command has not yet taken of its stdin */
     size_t pending_at, pending_size;
     bool pending_end;
-    int64_t late_at, give_up_at;
+    int64_t started_at, late_at, give_up_at;
     uint64_t oom_before;
     uint32_t flags;
     struct ending ending;
-    bool ended, reported;
+    bool ended, reported, desperate;
 };
 
 static struct command *commands;
 static struct {
     uint32_t id, killed;
     bool waiting, only_background;
-    int64_t give_up_at;
+    int64_t give_up_at, asked_at;
 } kill_all;
 
 static struct command *find(uint32_t id)
@@ -115,7 +115,8 @@ void command_start(uint32_t id, struct cursor *request)
         command->from[stream] = -1;
     command->kept[OUT].limit = command->kept[ERR].limit = max_output;
     command->kept[STATE].limit = STATE_BYTES;
-    command->late_at = now_ms() + timeout_ms;
+    command->started_at = now_ms();
+    command->late_at = command->started_at + timeout_ms;
     command->oom_before = oom_kills();
     command->next = commands;
     commands = command;
@@ -226,10 +227,11 @@ static void report(struct command *command)
         command->flags |= NO_PROCESS;
     bool left = command->supervisor != 0 && (command->ending.others || command->give_up_at != 0);
     struct {
-        uint32_t code, flags, left, out_head, out_tail, err_head, err_tail, state;
+        uint32_t code, flags, left, failed, out_head, out_tail, err_head, err_tail, state;
         uint64_t out_total, err_total;
     } head = {
         exit_code(command), command->flags, left ? (uint32_t)count_descendants(command->supervisor) : 0,
+        command->ending.status < 0 ? (uint32_t)-command->ending.status : 0,
         (uint32_t)capture_head(out), (uint32_t)capture_tail(out),
         (uint32_t)capture_head(err), (uint32_t)capture_tail(err),
         (uint32_t)(state->total == state->held ? state->held : 0),
@@ -268,11 +270,14 @@ void command_kill(uint32_t id)
 /* Everything, or only what ended commands have left behind. Told when it is gone. */
 void command_kill_all(uint32_t id, bool only_background)
 {
+    if (kill_all.waiting) /* the one before: this one kills no less */
+        send_frame(OP_KILLED, kill_all.id, (uint32_t[2]){kill_all.killed, 0}, 8);
     kill_all.id = id;
     kill_all.killed = 0;
     kill_all.waiting = true;
     kill_all.only_background = only_background;
-    kill_all.give_up_at = now_ms() + KILL_MS;
+    kill_all.asked_at = now_ms();
+    kill_all.give_up_at = kill_all.asked_at + KILL_MS;
     for (struct command *command = commands; command != NULL; command = command->next) {
         if (command->supervisor == 0 || (only_background && !command->reported))
             continue;
@@ -281,6 +286,13 @@ void command_kill_all(uint32_t id, bool only_background)
     }
     if (!only_background && getpid() == 1)
         kill(-1, SIGKILL); /* no fork can outrun it */
+}
+
+/* Whether what is to be killed is a command's: those that were there when it was asked. */
+static bool is_meant(const struct command *command)
+{
+    return command->supervisor != 0 && command->started_at <= kill_all.asked_at &&
+           (!kill_all.only_background || command->reported);
 }
 
 static bool is_supervisor(pid_t pid)
@@ -330,13 +342,21 @@ void commands_tick(void)
             if (command->give_up_at == 0 && command->supervisor != 0 && !command->ended && now >= command->late_at)
                 end_now(command, TIMED_OUT);
             if (command->give_up_at != 0 && command->supervisor != 0 && now >= command->give_up_at) {
-                report(command); /* with what could not be killed */
-                kill(command->supervisor, SIGKILL);
+                if (getpid() == 1 && !command->desperate) {
+                    /* Something has outrun the stopping, with the help of others. Nothing outruns this, and it takes
+                       all of the sandbox's processes. */
+                    command->desperate = true;
+                    command->give_up_at = now + KILL_MS;
+                    kill(-1, SIGKILL);
+                } else {
+                    report(command); /* with what could not be killed */
+                    kill(command->supervisor, SIGKILL);
+                }
             } else if (may_report(command)) {
                 report(command);
             }
         }
-        busy |= command->supervisor != 0 && (!kill_all.only_background || command->reported);
+        busy |= is_meant(command);
         if (command->reported && command->supervisor == 0) {
             for (int stream = 0; stream < STREAMS; stream++)
                 close_fd(&command->from[stream]);
@@ -349,8 +369,8 @@ void commands_tick(void)
     if (kill_all.waiting && (!busy || now >= kill_all.give_up_at)) {
         size_t left = 0;
         for (struct command *command = commands; command != NULL; command = command->next)
-            if (!kill_all.only_background || command->reported)
-                left += command->supervisor == 0 ? 0 : count_descendants(command->supervisor);
+            if (is_meant(command))
+                left += count_descendants(command->supervisor);
         uint32_t told[2] = {kill_all.killed, (uint32_t)left};
         send_frame(OP_KILLED, kill_all.id, told, sizeof told);
         kill_all.waiting = false;

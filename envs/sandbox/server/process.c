@@ -23,6 +23,7 @@ enum { MAX_SEEN = 8192, MAX_ROUNDS = 200 };
 struct seen {
     pid_t pid, parent;
     char state;
+    int threads;
     bool member;
 };
 
@@ -49,7 +50,10 @@ static size_t look(struct seen *seen)
         text[size] = 0;
         const char *after_name = strrchr(text, ')'); /* a name may hold anything, brackets too */
         struct seen *one = &seen[count];
-        if (after_name == NULL || sscanf(after_name + 1, " %c %d", &one->state, &one->parent) != 2)
+        /* state, parent, 15 others, threads: proc(5) */
+        static const char *const fields = " %c %d %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %d";
+        if (after_name == NULL ||
+            sscanf(after_name + 1, fields, &one->state, &one->parent, &one->threads) != 3)
             continue;
         one->pid = (pid_t)atoi(entry->d_name);
         one->member = false;
@@ -77,7 +81,8 @@ static void mark(struct seen *seen, size_t count, pid_t root)
     }
 }
 
-static bool lives(const struct seen *one) { return one->state != 'Z' && one->state != 'X'; }
+/* One whose first thread has ended looks like a zombie while the others run. */
+static bool lives(const struct seen *one) { return one->threads > 1 || (one->state != 'Z' && one->state != 'X'); }
 
 size_t count_descendants(pid_t root)
 {
@@ -100,7 +105,7 @@ size_t kill_descendants(pid_t root)
         mark(seen, count, root);
         for (size_t i = 0; i < count; i++) {
             if (seen[i].member && lives(&seen[i]) && seen[i].state != 'T') {
-                kill(seen[i].pid, SIGSTOP);
+                kill(seen[i].pid, seen[i].state == 'Z' ? SIGKILL : SIGSTOP); /* that one cannot be seen to stop */
                 anybody = true;
             }
         }
@@ -120,14 +125,23 @@ size_t kill_descendants(pid_t root)
 void kill_strays(bool (*is_ours)(pid_t))
 {
     static struct seen seen[MAX_SEEN];
-    size_t count = look(seen);
-    for (size_t i = 0; i < count; i++) {
-        if (seen[i].parent == getpid() && lives(&seen[i]) && !is_ours(seen[i].pid)) {
-            kill(seen[i].pid, SIGSTOP);
-            kill_descendants(seen[i].pid);
-            kill(seen[i].pid, SIGKILL);
+    for (int round = 0; round < 20; round++) {
+        size_t count = look(seen);
+        bool anybody = false;
+        for (size_t i = 0; i < count; i++) {
+            if (seen[i].parent == getpid() && lives(&seen[i]) && !is_ours(seen[i].pid)) {
+                kill(seen[i].pid, SIGSTOP);
+                kill_descendants(seen[i].pid);
+                kill(seen[i].pid, SIGKILL);
+                anybody = true;
+            }
         }
+        if (!anybody)
+            return;
+        usleep(1000);
     }
+    if (getpid() == 1)
+        kill(-1, SIGKILL); /* no fork can outrun it */
 }
 
 static int own_oom_score = -1;

@@ -11,6 +11,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/keyctl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,10 +19,11 @@
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_POLLED = 1024, VERSION = 1 };
+enum { MAX_POLLED = 8192, VERSION = 1 };
 
 struct limits limits = {.oom_fd = -1};
 
@@ -146,6 +148,7 @@ static void handle(int op, uint32_t id, const uint8_t *payload, size_t size)
     case OP_WRITE: file_write(id, &request); break;
     case OP_PING: send_frame(OP_PONG, id, NULL, 0); break;
     case OP_BEAT: break;
+    case OP_TOOK: proxy_took(id); break;
     default: errno = EPROTO; die("unknown frame");
     }
 }
@@ -249,6 +252,8 @@ int main(int argc, char **argv)
     limits.oom_fd = atoi(argv[4]);
     limits.proxy_port = atoi(argv[5]);
 
+    if (getpid() == 1) /* the keys of whoever started this are not the sandbox's */
+        syscall(SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, NULL);
     oom_open();
     prctl(PR_SET_DUMPABLE, 0);
     prctl(PR_SET_CHILD_SUBREAPER, 1);

@@ -13,12 +13,13 @@ enum {
     MAX_FRAME_BYTES = 4 * 1024 * 1024,
     QUEUE_BYTES = 1024 * 1024, /* past this, nothing new is produced for the client until it has read */
     HEADER_BYTES = 12,
+    MAX_CONNECTIONS = 64, /* to the proxy's port, at once */
     SILENCE_MS = 300 * 1000, /* a client says something more often than that, or it is gone */
 };
 
 /* From the client. */
 enum { OP_EXEC = 'E', OP_INPUT = 'I', OP_KILL = 'K', OP_KILL_ALL = 'A', OP_READ = 'R', OP_WRITE = 'W', OP_PING = 'P',
-       OP_BEAT = 'B' };
+       OP_BEAT = 'B', OP_TOOK = 'T' };
 /* To the client. */
 enum { OP_HELLO = 'h', OP_TAKEN = 'i', OP_EXIT = 'x', OP_KILLED = 'k', OP_DATA = 'd', OP_DONE = 'f', OP_PONG = 'p',
        OP_OPENED = 'o', OP_CLOSED = 'c' };
@@ -75,6 +76,7 @@ struct program {
     const char *cwd;
     char **argv, **variables;
 };
+void filter_calls(void); /* filter.c */
 void supervise(const int *to, int input, const struct program *program) __attribute__((noreturn));
 
 /* command.c */
@@ -97,6 +99,7 @@ bool files_waiting(void);
 /* proxy.c: connections from inside to the client. */
 void proxy_open(void);
 bool proxy_input(uint32_t id, const uint8_t *data, size_t size);
+void proxy_took(uint32_t id);
 size_t proxy_poll(struct pollfd *polled, size_t room);
 void proxy_ready(const struct pollfd *polled, size_t count);
 

@@ -30,6 +30,8 @@ static void fail(int code, const char *what, int why)
     _exit(code);
 }
 
+static bool supervised_by_init; /* by process 1 of a sandbox, and not in a test without isolation */
+
 static void run(const int *to, int input, const struct program *program)
 {
     const char *cwd = program->cwd;
@@ -51,6 +53,8 @@ static void run(const int *to, int input, const struct program *program)
         /* A shell session whose folder was removed goes on, as a shell's does. */
         dprintf(STDERR_FILENO, "%s: %s; back in the working folder\n", cwd, strerror(errno));
     }
+    if (supervised_by_init)
+        filter_calls();
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
@@ -71,6 +75,7 @@ static void close_all_but(int kept)
 
 void supervise(const int *to, int input, const struct program *program)
 {
+    supervised_by_init = getppid() == 1;
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     sigset_t all;
     sigfillset(&all);
