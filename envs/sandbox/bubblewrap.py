@@ -140,6 +140,12 @@ class BubblewrapLauncher:
             if launched is not None:
                 await launched.end()
 
+    async def prepare(self, spec: SandboxSpec) -> None:
+        _refuse(spec)
+        await asyncio.to_thread(server_program)
+        if spec.image not in (None, DEFAULT_IMAGE):
+            await asyncio.to_thread(self._root, str(spec.image))
+
     async def launch(self, spec: SandboxSpec) -> Launched:
         _refuse(spec)
         programs = [*_programs(self._owner), *NAMESPACES]

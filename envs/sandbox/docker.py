@@ -129,6 +129,10 @@ class DockerLauncher:
         await self._engine.connect()
         await self._image(spec, again=True)
 
+    async def prepare(self, spec: SandboxSpec) -> None:
+        await self._engine.connect()
+        await self._image(spec, again=True)  # somebody may have removed it
+
     async def _image(self, spec: SandboxSpec, *, again: bool = False) -> _Image:
         image = spec.image or DEFAULT_IMAGE
         version = await asyncio.to_thread(version_of, image)

@@ -57,6 +57,10 @@ class Launcher(Protocol):
         """
         ...
 
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """Make what is slow and needed once, such as its image, before the first `launch` of a spec."""
+        ...
+
     async def launch(self, spec: SandboxSpec) -> Launched:
         """A new sandbox without its files; nothing is left when this fails or is cancelled."""
         ...

@@ -2,7 +2,7 @@
 
 It is started by whoever needs it first (`pool_client.py`) and ends shortly after the last one has gone. It hands a
 sandbox's channel over as an open socket and closes its own copy, so a sandbox belongs to the process that uses it, and
-ends with that process. When this process is killed, the sandboxes in use go on.
+ends with that process. When this process ends, by a signal or killed, the sandboxes in use go on.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import argparse
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from envs.sandbox import wire
@@ -26,6 +28,9 @@ LINGER_S = 2.0
 END_PAUSES_S = (0.5, 2.0, 5.0)
 """A daemon that restarts is away for seconds; what could not be ended meanwhile is tried again."""
 BACKLOG = 256
+ACCEPT_AGAIN_S = 0.1
+MAX_ERROR_CHARACTERS = 8192
+WISHES = ("check", "start")
 
 
 class _Client:
@@ -35,6 +40,15 @@ class _Client:
         self.connected = connected
         self.sandboxes: dict[str, Launched] = {}
         self.sending = asyncio.Lock()
+        self.wishes: set[asyncio.Task[None]] = set()
+        """What it asks for itself, and nobody needs when it is gone."""
+        self.duties: set[asyncio.Task[None]] = set()
+        """What has to be done whether it is gone or not."""
+
+    def hang_up(self) -> None:
+        """Its process sees the end, and so does whoever reads here."""
+        with contextlib.suppress(OSError):
+            self.connected.shutdown(socket.SHUT_RDWR)
 
 
 class PoolServer:
@@ -62,12 +76,16 @@ class PoolServer:
                 idle_since = loop.time()
             elif loop.time() - idle_since > LINGER_S:
                 break
+        self.stopping.set()
         accepting.cancel()
         reaping.cancel()
         listener.close()
-        for client in list(self._clients):
-            client.connected.close()
+        # They ask the next pool, and what they have goes on.
+        for client in self._clients:
+            client.hang_up()
         await self._pool.close()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         # What was in use when an earlier pool was killed may have ended since this one began.
         await self._reap_once()
         await self._launcher.close()
@@ -75,108 +93,147 @@ class PoolServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connected, _ = await loop.sock_accept(listener)
+            try:
+                connected, _ = await loop.sock_accept(listener)
+            except OSError:  # too many files are open; some will be closed
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             connected.setblocking(False)
             if peer_is_us(connected):
-                self._spawn(self._talk(_Client(connected)))
+                client = _Client(connected)
+                self._clients.add(client)
+                self._spawn(self._talk(client), self._tasks)
             else:
                 connected.close()
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], *sets: set[asyncio.Task[None]]) -> None:
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for tasks in sets:
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def _reap(self) -> None:
         while True:
-            await self._reap_once()
             self._pool.beat()
+            self._pool.forget()
+            await self._reap_once()
             await asyncio.sleep(wire.BEAT_S)
 
     async def _reap_once(self) -> None:
         for launched in list(self._later):
-            with contextlib.suppress(SandboxError):
+            with contextlib.suppress(Exception):
                 await launched.end()
                 self._later.discard(launched)
-        with contextlib.suppress(SandboxError, OSError):
+        with contextlib.suppress(Exception):
             await self._launcher.reap()
 
     async def _talk(self, client: _Client) -> None:
-        self._clients.add(client)
         try:
             while True:
                 received = await receive_message(client.connected)
                 if received is None:
                     break
-                self._spawn(self._answer(client, received[0]))
+                request = received[0]
+                kind = client.wishes if request["ask"] in WISHES else client.duties
+                self._spawn(self._answer(client, request), self._tasks, kind)
         finally:
             self._clients.discard(client)
             await self._end_all(client)
+            if client.duties:
+                await asyncio.wait(client.duties)
             client.connected.close()
 
     async def _end_all(self, client: _Client) -> None:
-        """What a client leaves behind, and the warm ones when it was the last."""
-        sandboxes = list(client.sandboxes.values())
-        client.sandboxes.clear()
-        await asyncio.gather(*(self._end(sandbox) for sandbox in sandboxes), return_exceptions=True)
-        if not self._clients - {client}:
-            await self._pool.empty()
+        """What a client leaves behind, and the warm ones when it was the last.
+
+        When the pool ends, what it handed over stays: the client may live, and a dead one's ends with its channel.
+        """
+        for wish in client.wishes:
+            wish.cancel()
+        if client.wishes:
+            await asyncio.wait(client.wishes)
+        if not self.stopping.is_set():
+            sandboxes = list(client.sandboxes.values())
+            client.sandboxes.clear()
+            await asyncio.gather(*(self._end(sandbox) for sandbox in sandboxes), return_exceptions=True)
+            if not self._clients - {client}:
+                await self._pool.empty()
 
     async def _end(self, launched: Launched) -> None:
         """End a sandbox for certain: what cannot be ended now is told, and tried until it can."""
         for pause_s in END_PAUSES_S:
             try:
                 return await launched.end()
-            except SandboxError:
+            except Exception:
                 await asyncio.sleep(pause_s)
         try:
             await launched.end()
-        except SandboxError:
+        except Exception:
             self._later.add(launched)
             raise
 
     async def _answer(self, client: _Client, request: dict[str, Any]) -> None:
-        answer: dict[str, Any] = {"id": request["id"]}
-        files: list[int] = []
-        launched: Launched | None = None
+        """Whatever happens, the question gets an answer, or its client sees that the connection ends."""
+        number = request["id"]
         try:
-            match request["ask"]:
-                case "check":
-                    spec = spec_from_json(request["spec"])
-                    await self._launcher.check(spec)
-                    self._pool.expect(spec, request["warm"])
-                case "start":
-                    launched, was_ready = await self._pool.take(spec_from_json(request["spec"]), request["warm"])
-                    name = launched.name
-                    client.sandboxes[name] = launched
-                    answer |= {"sandbox": name, "variables": dict(launched.variables), "warm": was_ready}
-                    files = [launched.connected.fileno()]
-                case "end":
-                    sandbox = client.sandboxes.pop(request["sandbox"], None)
-                    if sandbox is not None:
-                        await self._end(sandbox)
-                    else:
-                        await self._launcher.end_foreign(request["sandbox"])
-                case "why":
-                    sandbox = client.sandboxes.get(request["sandbox"])
-                    answer["why"] = "its pool process was killed" if sandbox is None else await sandbox.why_gone()
-                case "leave":
-                    await self._end_all(client)
-                case "state":
-                    answer |= {"ready": self._pool.ready, "pid": os.getpid()}
-        except SandboxError as error:
-            answer |= {"error": str(error), "unavailable": isinstance(error, SandboxUnavailableError)}
+            if request["ask"] == "start":
+                await self._start(client, request)
+            else:
+                await self._send(client, {"id": number, **await self._do(client, request)})
+        except Exception as error:
+            named = error if isinstance(error, SandboxError) else self._named(error)
+            unavailable = isinstance(named, SandboxUnavailableError)
+            try:
+                await self._send(client, {"id": number, "error": _short(str(named)), "unavailable": unavailable})
+            except OSError:
+                client.hang_up()
+
+    def _named(self, error: Exception) -> SandboxError:
+        return SandboxError(f"{self._launcher.name}: the pool could not do this: {type(error).__name__}: {error}")
+
+    async def _send(self, client: _Client, answer: dict[str, Any], files: Sequence[int] = ()) -> None:
+        async with client.sending:
+            await send_message(client.connected, answer, files)
+
+    async def _start(self, client: _Client, request: dict[str, Any]) -> None:
+        """Hand a sandbox over; it ends when that fails or is cancelled."""
+        launched, was_ready = await self._pool.take(spec_from_json(request["spec"]), request["warm"])
+        client.sandboxes[launched.name] = launched
+        answer = {"id": request["id"], "sandbox": launched.name, "variables": dict(launched.variables)}
         try:
-            async with client.sending:
-                await send_message(client.connected, answer, files)
-        except OSError:  # the client is gone, and with it what it asked for
-            if launched is not None:
-                await launched.end()
-        finally:
-            if launched is not None:
-                launched.connected.close()
-                if client not in self._clients:
-                    await launched.end()
+            await self._send(client, answer | {"warm": was_ready}, [launched.connected.fileno()])
+        except BaseException:
+            client.sandboxes.pop(launched.name, None)
+            self._spawn(self._end(launched), self._tasks, client.duties)
+            raise
+        launched.connected.close()
+
+    async def _do(self, client: _Client, request: dict[str, Any]) -> dict[str, Any]:
+        match request["ask"]:
+            case "check":
+                spec = spec_from_json(request["spec"])
+                await self._launcher.check(spec)
+                self._pool.expect(spec, request["warm"])
+            case "end":
+                sandbox = client.sandboxes.pop(request["sandbox"], None)
+                if sandbox is not None:
+                    await self._end(sandbox)
+                else:
+                    await self._launcher.end_foreign(request["sandbox"])
+            case "why":
+                sandbox = client.sandboxes.get(request["sandbox"])
+                return {"why": "its pool process was killed" if sandbox is None else await sandbox.why_gone()}
+            case "leave":
+                await self._end_all(client)
+            case "state":
+                return {"ready": self._pool.ready, "pid": os.getpid()}
+            case unknown:
+                raise SandboxError(f"the pool knows no question {unknown!r}")
+        return {}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:MAX_ERROR_CHARACTERS]} ..."
 
 
 def open_launcher(kind: PoolKind) -> Launcher:
@@ -197,6 +254,10 @@ async def _main(kind: PoolKind) -> None:
     except OSError:
         return  # another process was quicker, and serves this address
     listener.listen(BACKLOG)
+    # Each sandbox takes a few open files. What bwrap starts inherits this, as a container has the engine's own limit.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     server = PoolServer(open_launcher(kind))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +14,10 @@ import docker
 import pytest
 
 from envs.sandbox.base import Sandbox, SandboxFactory, SandboxSpec
+from envs.sandbox.build_server import server_program
+from envs.sandbox.cgroup import ROOT
 from envs.sandbox.docker import OWNER_LABEL
+from envs.sandbox.launch import process_started
 from envs.sandbox.open import Backend, open_factory
 from envs.sandbox.pool_client import PoolFactory
 from envs.types import ExecResult
@@ -104,3 +108,31 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+@contextmanager
+def own_pool() -> Iterator[None]:
+    """A pool that nobody else on this machine uses: its address follows from the cache folder."""
+    program = server_program()
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder) / "agentgrad"
+        cache.mkdir(mode=0o700)
+        (cache / program.name).symlink_to(program)
+        with environment_variable("XDG_CACHE_HOME", folder):
+            yield
+
+
+def mark_of(pid: int) -> str:
+    return f"{pid}-{process_started(pid)}"
+
+
+def left_of(marks: Iterable[str], backend: Backend) -> set[str]:
+    """What is left of these pools, after the time that killed processes and a daemon may take."""
+
+    def look() -> set[str]:
+        groups = {path.name for path in ROOT.glob("*/agentgrad/*") if path.is_dir()}
+        found = {name for name in groups for mark in marks if name.startswith(f"{mark}-")}
+        return found | {name for mark in marks for name in (containers_with(mark) if backend == "docker" else ())}
+
+    asyncio.run(eventually(lambda: not look()))
+    return look()

@@ -13,7 +13,7 @@ import pytest
 
 from envs.sandbox.base import Sandbox, SandboxFile, SandboxSpec
 from envs.sandbox.open import Backend
-from tests.contracts.sandboxes import ISOLATED, sh, with_sandbox
+from tests.contracts.sandboxes import ISOLATED, own_pool, sh, with_sandbox
 
 isolated = pytest.mark.parametrize("backend", ISOLATED)
 
@@ -109,4 +109,5 @@ def test_the_keys_of_the_machine_are_not_seen_d25(backend: Backend, programs: di
     async def use(sandbox: Sandbox) -> None:
         assert (await sh(sandbox, "./keys")).stdout == "looked\n"
 
-    with_sandbox(backend, use, SandboxSpec(files=programs))
+    with own_pool():  # started by this process, after the key was added
+        with_sandbox(backend, use, SandboxSpec(files=programs))

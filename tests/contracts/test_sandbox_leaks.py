@@ -10,16 +10,12 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import docker
 import pytest
 
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
-from envs.sandbox.build_server import server_program
-from envs.sandbox.cgroup import ROOT
 from envs.sandbox.docker import BOOT_LABEL, OWNER_LABEL, DockerLauncher
 from envs.sandbox.launch import boot_id, own_mark, process_started
 from envs.sandbox.open import Backend, open_factory
@@ -28,8 +24,10 @@ from tests.contracts.sandboxes import (
     ISOLATED,
     TIMEOUT_S,
     containers_with,
-    environment_variable,
     eventually,
+    left_of,
+    mark_of,
+    own_pool,
     pool_pid,
     processes_named,
     sh,
@@ -45,34 +43,6 @@ isolated = pytest.mark.parametrize("backend", ISOLATED)
 def new_token(ending: int = 1) -> str:
     """A time to sleep that no other process sleeps; its last digit tells the owner what to do."""
     return f"100.{uuid.uuid4().int % 10**9}{ending}"
-
-
-@contextmanager
-def own_pool() -> Iterator[None]:
-    """A pool that nobody else on this machine uses: its address follows from the cache folder."""
-    program = server_program()
-    with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "agentgrad"
-        cache.mkdir(mode=0o700)
-        (cache / program.name).symlink_to(program)
-        with environment_variable("XDG_CACHE_HOME", folder):
-            yield
-
-
-def mark_of(pid: int) -> str:
-    return f"{pid}-{process_started(pid)}"
-
-
-def left_of(marks: Iterable[str], backend: Backend) -> set[str]:
-    """What is left of these pools, after the time that killed processes and a daemon may take."""
-
-    def look() -> set[str]:
-        groups = {path.name for path in ROOT.glob("*/agentgrad/*") if path.is_dir()}
-        found = {name for name in groups for mark in marks if name.startswith(f"{mark}-")}
-        return found | {name for mark in marks for name in (containers_with(mark) if backend == "docker" else ())}
-
-    asyncio.run(eventually(lambda: not look()))
-    return look()
 
 
 # --- the owner goes on ---

@@ -121,27 +121,24 @@ size_t kill_descendants(pid_t root)
     return killed;
 }
 
-/* A command can kill its own supervisor; its processes are then children of this one, and no command's any more. */
+/* A command can kill its own supervisor; its processes are then children of this one, and no command's any more. Which
+   ones those are cannot be known for certain while they fork, so process 1 ends all that runs in its sandbox: no fork
+   outruns that. */
 void kill_strays(bool (*is_ours)(pid_t))
 {
     static struct seen seen[MAX_SEEN];
-    for (int round = 0; round < 20; round++) {
-        size_t count = look(seen);
-        bool anybody = false;
-        for (size_t i = 0; i < count; i++) {
-            if (seen[i].parent == getpid() && lives(&seen[i]) && !is_ours(seen[i].pid)) {
-                kill(seen[i].pid, SIGSTOP);
-                kill_descendants(seen[i].pid);
-                kill(seen[i].pid, SIGKILL);
-                anybody = true;
-            }
-        }
-        if (!anybody)
-            return;
-        usleep(1000);
+    if (getpid() == 1) {
+        kill(-1, SIGKILL);
+        return;
     }
-    if (getpid() == 1)
-        kill(-1, SIGKILL); /* no fork can outrun it */
+    size_t count = look(seen);
+    for (size_t i = 0; i < count; i++) {
+        if (seen[i].parent == getpid() && lives(&seen[i]) && !is_ours(seen[i].pid)) {
+            kill(seen[i].pid, SIGSTOP);
+            kill_descendants(seen[i].pid);
+            kill(seen[i].pid, SIGKILL);
+        }
+    }
 }
 
 static int own_oom_score = -1;
