@@ -96,6 +96,8 @@ async def _soak(options: Options) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         folder = await asyncio.to_thread(stack.enter_context, work_folder())
         daemon = await _daemon(options, folder, stack)
+        if daemon is None:  # what is missing is said before owners are started, and started again
+            await open_and_close([options.image, *options.backends])
         place, environment = _place(options, folder, token, daemon)
         before = await asyncio.to_thread(names_of, place)
         owners = Owners(_jobs(options, token), environment, folder)

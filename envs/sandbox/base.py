@@ -7,10 +7,13 @@ A sandbox belongs to one trajectory. What goes wrong in a command is the command
 
 from __future__ import annotations
 
+import math
+import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, get_args
 
 from envs.types import ExecResult
 
@@ -18,8 +21,14 @@ DEFAULT_IMAGE = "agentgrad-sandbox:1"
 """The image of the Docker sandbox: `bash scripts/build_sandbox_image.sh` makes it without a registry."""
 
 MIB = 1024 * 1024
+_FOLDER = re.compile(r"/[^/\0:][^\0:]{0,253}")
+_KERNELS_OWN = frozenset({"proc", "sys", "dev", ".agentgrad"})
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|[0-9A-Fa-f:.]+")
 MAX_OUTPUT_BYTES = 64 * 1024
 """Of each of stdout and stderr, what a result keeps unless the caller says otherwise."""
+
+MIN_MEMORY_BYTES = 8 * MIB
+"""With less, neither a container engine nor a shell starts."""
 
 Network = Literal["none", "allowlist", "public"]
 User = Literal["nobody", "root"]
@@ -47,8 +56,13 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"sandbox limit {name} must be more than 0, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"sandbox limit {name} must be a number above 0, not {value}")
+        if self.memory_bytes < MIN_MEMORY_BYTES:
+            raise ValueError(
+                f"sandbox limit memory_bytes must be at least {MIN_MEMORY_BYTES} (8 MiB), not {self.memory_bytes}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +99,21 @@ class SandboxSpec:
 
     def __post_init__(self) -> None:
         for folder in (self.workdir, *self.folders):
-            parts = folder.split("/")
-            if not folder.startswith("/") or folder == "/" or ".." in parts or "\0" in folder or ":" in folder:
-                raise ValueError(f"sandbox folder {folder!r} must be an absolute path without '..' and ':', and not /")
+            if not _FOLDER.fullmatch(folder) or posixpath.normpath(folder) != folder:
+                raise ValueError(f"sandbox folder {folder!r} must be a plain absolute path such as /work, and not /")
+            if folder.split("/")[1] in _KERNELS_OWN:
+                raise ValueError(f"sandbox folder {folder!r} lies where the system has its own; use one such as /work")
         check_variables(self.env)
+        if self.image == "":
+            raise ValueError("a sandbox's image must not be empty; leave it out for the default one")
+        if self.user not in get_args(User) or self.network not in get_args(Network):
+            users, networks = ", ".join(get_args(User)), ", ".join(get_args(Network))
+            raise ValueError(
+                f"a sandbox has user {self.user!r} and network {self.network!r}; users: {users}; networks: {networks}"
+            )
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"allowed host {host!r} must be a name such as example.org or *.example.org")
         if (self.network == "allowlist") != bool(self.allowed_hosts):
             raise ValueError("allowed_hosts go with network 'allowlist', and with nothing else")
 
@@ -111,8 +136,9 @@ class SandboxSpec:
 class Shell(Protocol):
     """A shell session: the current folder and the exported variables of one command are there for the next.
 
-    Each command is a process of its own, so one that is late or killed loses its own changes and nothing else. What is
-    not exported (functions, aliases, plain variables) does not last.
+    Each command is a process of its own, so one that is late or killed loses its own changes and nothing else, and so
+    does one that sets a trap on EXIT or replaces the shell (`exec`). What is not exported (functions, aliases, plain
+    variables) does not last. After `Sandbox.reset` the session begins anew.
     """
 
     async def run(

@@ -89,6 +89,7 @@ class ServedSandbox:
         self._started = started
         self._confined = confined
         self._closed = False
+        self.resets = 0
 
     @classmethod
     async def open(cls, name: str, spec: SandboxSpec, start: Start, *, confined: bool = False) -> Self:
@@ -235,6 +236,7 @@ class ServedSandbox:
     async def reset(self) -> None:
         """See `Sandbox.reset`."""
         self._check_open()
+        self.resets += 1
         await self._end()
         self._started = await self._start(self.spec)
         if self._closed:

@@ -21,6 +21,8 @@ _NOT_KEPT = frozenset({"_", "SHLVL", "PWD"})
 class Runner(Protocol):
     """What a session needs of its sandbox."""
 
+    resets: int
+
     @property
     def variables(self) -> Mapping[str, str]: ...
 
@@ -46,8 +48,12 @@ class ShellSession:
         self._sandbox = sandbox
         self._program = program
         self._trap = f"trap '\"{server}\" state {STATE_FD} 2>/dev/null' EXIT; "
+        self._begin()
+
+    def _begin(self) -> None:
+        self._resets = self._sandbox.resets
         self.cwd = "."
-        self._variables = dict(sandbox.variables)
+        self._variables = dict(self._sandbox.variables)
 
     async def run(
         self, command: str, *, timeout_s: float, stdin: bytes = b"", max_output_bytes: int = MAX_OUTPUT_BYTES
@@ -55,6 +61,8 @@ class ShellSession:
         """See `Shell.run`."""
         if "\0" in command:
             raise ValueError("a command must not hold NUL characters: replace them first")
+        if self._resets != self._sandbox.resets:
+            self._begin()
         text = command.encode("utf-8", "replace").decode("utf-8")
         done, state = await self._sandbox.run(
             [self._program, "-c", self._trap + text],

@@ -101,7 +101,7 @@ def exec_frame(
 
 
 def read_frame(number: int, path: str, max_bytes: int) -> bytes:
-    return frame(READ, number, struct.pack("<I", min(max_bytes, 2**32 - 1)) + path.encode() + b"\0")
+    return frame(READ, number, struct.pack("<I", min(max(0, max_bytes), 2**32 - 1)) + path.encode() + b"\0")
 
 
 def write_frames(number: int, path: str, content: bytes, mode: int) -> Iterator[bytes]:
@@ -110,7 +110,7 @@ def write_frames(number: int, path: str, content: bytes, mode: int) -> Iterator[
     for start in starts:
         flags = _FIRST * (start == 0) | _LAST * (start == starts[-1])
         piece = content[start : start + CHUNK_BYTES]
-        yield frame(WRITE, number, struct.pack("<II", flags, mode) + path.encode() + b"\0" + piece)
+        yield frame(WRITE, number, struct.pack("<II", flags, mode & 0o7777) + path.encode() + b"\0" + piece)
 
 
 def write_end_frame(number: int, path: str) -> bytes:

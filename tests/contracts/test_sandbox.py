@@ -368,9 +368,12 @@ def test_a_reset_leaves_nothing_d22(backend: Backend) -> None:
     """D22: files, processes and folders of before are gone; the files of the spec are as they were."""
 
     async def use(sandbox: Sandbox) -> None:
+        shell = sandbox.shell()
+        await shell.run("cd /tmp; export X=1", timeout_s=TIMEOUT_S)
         await sh(sandbox, f"echo changed > a; mkdir d; touch d/x; chmod 0 d; touch grows; {{ {LOOP}; }} & echo new > n")
         await sandbox.reset()
         assert (await sh(sandbox, "ls -A; cat a")).stdout == "a\nsame"
+        assert (await shell.run("echo $X; ls", timeout_s=TIMEOUT_S)).stdout == "\na\n"
         assert (await sh(sandbox, "cat /proc/[0-9]*/comm | grep -c sleep")).stdout == "0\n" or backend == "local"
 
     with_sandbox(backend, use, SandboxSpec(files={"a": b"same"}))

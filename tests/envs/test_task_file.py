@@ -190,7 +190,7 @@ def test_files_outside_the_working_folder_get_folders_of_their_own(tmp_path: Pat
         ("[environment]\nnetwork_mode = 'allowlist'", "allowed_hosts go with network_mode"),
         ("[environment]\nnetwork_mode = 'some'", "environment.network_mode: "),
         ("[environment]\nmemory = 'much'", "environment.memory: 'much' is no size"),
-        ("[environment]\nworkdir = 'app'", "sandbox folder 'app' must be an absolute path"),
+        ("[environment]\nworkdir = 'app'", "sandbox folder 'app' must be a plain absolute path"),
         ("[environment]\nworkdir = '/usr/app'", "environment.workdir: /usr/app is the system's own folder"),
         ("[environment]\ndocker_image = 'a'", "environment.workdir: the image's working folder is not known"),
         ("[environment]\nenv = {A = '${HOME}'}", "environment.env.A: templates are not filled in"),

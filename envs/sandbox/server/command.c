@@ -18,7 +18,7 @@
 enum {
     FLOOD_BYTES = 64 * 1024 * 1024,
     DRAIN_BYTES = 2 * 1024 * 1024, /* what a pipe can hold at most, and more */
-    STATE_BYTES = 256 * 1024,
+    STATE_BYTES = 2 * 1024 * 1024, /* more than a program can be started with */
     KILL_MS = 2000,
     HAS_INPUT = 1,
     WANTS_STATE = 2,
