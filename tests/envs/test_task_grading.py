@@ -127,7 +127,8 @@ def test_a_link_among_the_artefacts_leads_nowhere(backend: Backend, tmp_path: Pa
     ],
 )
 def test_too_much_is_the_agents_fault(backend: Backend, tmp_path: Path, command: str, term: str) -> None:
-    toml = 'artifacts = ["out"]\n[verifier]\nenvironment_mode = "separate"\n[environment]\nmemory_mb = 1024\nstorage_mb = 200\n'
+    space = "[environment]\nmemory_mb = 1024\nstorage_mb = 200\n"
+    toml = f'artifacts = ["out"]\n[verifier]\nenvironment_mode = "separate"\n{space}'
     assert graded_after(backend, task(tmp_path, toml), command) == {"success": 0, term: 0}
 
 
