@@ -143,16 +143,13 @@ class BubblewrapLauncher:
     async def prepare(self, spec: SandboxSpec) -> None:
         _refuse(spec)
         await asyncio.to_thread(server_program)
-        if spec.image not in (None, DEFAULT_IMAGE):
-            await asyncio.to_thread(self._root, str(spec.image))
+        await asyncio.to_thread(self._root, spec.image)
 
     async def launch(self, spec: SandboxSpec) -> Launched:
         _refuse(spec)
         programs = [*_programs(self._owner), *NAMESPACES]
         server = await asyncio.to_thread(server_program)
-        root = None
-        if spec.image not in (None, DEFAULT_IMAGE):
-            root = await asyncio.to_thread(self._root, str(spec.image))
+        root = await asyncio.to_thread(self._root, spec.image)
         group = None
         try:
             group = None if self._cgroups is None else self._cgroups.make(spec.limits)
@@ -175,8 +172,10 @@ class BubblewrapLauncher:
             raise
         return launched
 
-    def _root(self, image: str) -> Path:
-        """The unpacked root file system; blocking, and long the first time."""
+    def _root(self, image: str | None) -> Path | None:
+        """The unpacked root file system, None for the machine's own; blocking, and long the first time."""
+        if image in (None, DEFAULT_IMAGE):
+            return None
         version = version_of(image)
         if version not in self._roots:
             self._roots[version] = unpack_rootfs(Path(image), _rootfs_folder())

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.sandbox.base import SandboxLimits
-from envs.sandbox.launch import mark_lives, own_mark
+from envs.sandbox.launch import SPARE_PROCESSES, mark_lives, own_mark
 
 ROOT = Path("/sys/fs/cgroup")
 PARENT = "agentgrad"
-SPARE_PROCESSES = 16
-"""What the server and its supervisors may need on top of the limit on processes."""
 CPU_PERIOD_US = 100_000
 MIN_CPU_QUOTA_US = 1000
 """The kernel refuses less."""

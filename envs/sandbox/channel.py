@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from envs.sandbox import wire
 from envs.sandbox.base import SandboxError
@@ -21,7 +20,6 @@ ANSWER_S = 30.0
 KILL_S = 10.0
 GONE = "the sandbox is gone"
 
-T = TypeVar("T")
 Unwrap = Callable[[bytes], Iterable[bytes]]
 Serve = Callable[["Connection"], Awaitable[None]]
 
@@ -94,7 +92,6 @@ class Channel(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.name = name
         self.lost: asyncio.Future[None] = loop.create_future()
-        self._hello: asyncio.Future[None] = loop.create_future()
         self._unwrap = unwrap
         self._serve = serve
         self._reader = wire.FrameReader()

@@ -27,6 +27,7 @@ from envs.sandbox.images import prepare_image
 from envs.sandbox.launch import (
     PROXY_PORT,
     SERVER,
+    SPARE_PROCESSES,
     START_S,
     Launched,
     boot_id,
@@ -45,8 +46,6 @@ NAME_PREFIX = "agentgrad-"
 USERS = {"nobody": "65534:65534", "root": "0:0"}
 # What package managers need. None of it reaches outside the container's namespaces.
 ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
-SPARE_PROCESSES = 16
-"""What the server and its supervisors may need on top of the limit on processes."""
 NEVER_STARTED_S = 3600.0
 REMOVE_S = 30.0
 POLL_S = 0.05
@@ -126,8 +125,7 @@ class DockerLauncher:
         self._images: dict[tuple[str, ...], _Image] = {}
 
     async def check(self, spec: SandboxSpec) -> None:
-        await self._engine.connect()
-        await self._image(spec, again=True)
+        await self.prepare(spec)
 
     async def prepare(self, spec: SandboxSpec) -> None:
         await self._engine.connect()

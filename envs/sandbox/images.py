@@ -36,9 +36,9 @@ from envs.sandbox.image_errors import (
     one_line,
     pull_line,
 )
+from envs.sandbox.launch import SERVER
 from envs.sandbox.rootfs import archive_digest, is_archive
 
-SERVER_PATH = "/.agentgrad/server"
 SERVER_LABEL = "agentgrad.server"
 REGISTRY_WAITS_S = (2.0, 5.0, 15.0, 45.0)
 """Between the tries at a registry that is too busy or broken; each is lengthened by chance by up to one half."""
@@ -115,7 +115,7 @@ def _with_server(api: Any, image: str, base: Any, program: bytes, lock_folder: P
                 f"docker: image {image} has ONBUILD steps, for a build of yours: give a Dockerfile that starts from it"
             )
         # By its id, so that nothing can be pulled in its place.
-        dockerfile = f"FROM {base['Id']}\nLABEL {SERVER_LABEL}={server_digest}\nCOPY server {SERVER_PATH}\n"
+        dockerfile = f"FROM {base['Id']}\nLABEL {SERVER_LABEL}={server_digest}\nCOPY server {SERVER}\n"
         context = io.BytesIO()
         with tarfile.open(fileobj=context, mode="w") as archive:
             for member, content, mode in (("Dockerfile", dockerfile.encode(), 0o644), ("server", program, 0o755)):

@@ -19,6 +19,8 @@ from envs.sandbox.base import MIB, SandboxError, SandboxLimits, SandboxSpec
 START_S = 60.0
 """A sandbox whose server has not answered by then has failed to start."""
 PROXY_PORT = 3128
+SPARE_PROCESSES = 16
+"""What the server and its supervisors may need on top of the limit on processes."""
 FOR_PROCESSES_BYTES = 32 * MIB
 SHARED_MEMORY_BYTES = 16 * MIB
 SERVER = "/.agentgrad/server"

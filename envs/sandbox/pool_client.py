@@ -24,6 +24,7 @@ from envs.sandbox.served import Started
 
 CONNECT_S = 30.0
 RETRY_S = 0.02
+POOL_GONE = "the process that starts sandboxes ended; try again"
 POOL_GONE_PAUSES_S = (0.0, 0.1, 0.5)
 DEAD_ON_ARRIVAL = 3
 """So many sandboxes may turn out dead when they are handed over, before that is an error."""
@@ -60,7 +61,7 @@ class _Connection:
             self._connected.close()
             for waiter in self._waiting.values():
                 if not waiter.done():
-                    waiter.set_exception(PoolGoneError("the process that starts sandboxes ended; try again"))
+                    waiter.set_exception(PoolGoneError(POOL_GONE))
 
     async def ask(self, question: str, **details: Any) -> tuple[dict[str, Any], list[int]]:
         """The answer, and the open files that came with it.
@@ -70,7 +71,7 @@ class _Connection:
             SandboxError: it answered with an error.
         """
         if self.lost:
-            raise PoolGoneError("the process that starts sandboxes ended; try again")
+            raise PoolGoneError(POOL_GONE)
         self._last += 1
         number = self._last
         waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -80,7 +81,7 @@ class _Connection:
             answer, files = await waiter
         except OSError as error:
             waiter.cancel()
-            raise PoolGoneError("the process that starts sandboxes ended; try again") from error
+            raise PoolGoneError(POOL_GONE) from error
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._give_back(waiter.result())

@@ -32,6 +32,13 @@ from train.model import load_model, load_tokenizer
 SEED = 5
 
 
+def engine_config(kind: Literal["vllm", "transformers"]) -> EngineConfig:
+    """Sampled one at a time, a completion's rounding does not depend on which ones arrived together, so a run that
+    continues can be compared with one that was never killed. vLLM's batches cannot be chosen."""
+    together = 1 if kind == "transformers" else 8
+    return EngineConfig(kind=kind, dtype="float32", max_context_tokens=128, max_concurrent=together)
+
+
 async def main(
     model: str, folder: Path, engine_kind: Literal["vllm", "transformers"], steps: int, env: Env | None = None
 ) -> None:
@@ -51,16 +58,7 @@ async def main(
     sampling, log = None, None
     if is_main:
         ledger = Ledger(folder / "ledger" / "completions.jsonl", after_step=start_after)
-        # Sampled one at a time, a completion's rounding does not depend on which ones arrived together, so a run that
-        # continues can be compared with one that was never killed. vLLM's batches cannot be chosen.
-        together = 1 if engine_kind == "transformers" else 8
-        engine = RecordingEngine(
-            open_engine(
-                EngineConfig(kind=engine_kind, dtype="float32", max_context_tokens=128, max_concurrent=together),
-                model=model_path,
-            ),
-            ledger,
-        )
+        engine = RecordingEngine(open_engine(engine_config(engine_kind), model=model_path), ledger)
         renderer = TemplateRenderer(tokenizer, name=model)
         # A random model hardly ever samples one certain token; with many that end a turn, some turns do end.
         renderer.stop_token_ids = tuple(range(3, 60))

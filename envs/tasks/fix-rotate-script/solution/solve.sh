@@ -1,5 +1,5 @@
 #!/bin/sh
-cat >/work/rotate.sh <<'SCRIPT'
+cat >/app/rotate.sh <<'SCRIPT'
 #!/bin/sh
 # rotate.sh FOLDER KEEP: of each program's logs, keep the newest KEEP and delete the others.
 [ $# -eq 2 ] && [ -d "$1" ] || exit 2

@@ -5,7 +5,7 @@
 # whatever the script has left running is stopped before the reward is written, and killed before it is read.
 
 main() {
-    script=/work/rotate.sh
+    script=/app/rotate.sh
     reward=1
     [ -f "$script" ] || reward=0
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 set -e
-cd /work
+cd /app
 awk '
     function trimmed(text) {
         gsub(/^[ \t]+|[ \t]+$/, "", text)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # 1 when the merged file is what it should be, a file of its own, and the others are as they were.
-cd /work || exit 1
+cd /app || exit 1
 reward=0
 if [ ! -f merged.conf ] || [ -L merged.conf ]; then
     echo "there is no file merged.conf"

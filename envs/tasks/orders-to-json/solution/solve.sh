@@ -1,6 +1,6 @@
 #!/bin/sh
 set -e
-cd /work
+cd /app
 sed 1d orders.csv | awk '
     # The fields of the line are field[1], field[2], ...
     function split_line(line,    count, at, inside, character) {

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Three parts: the lines of customers without quotes, those with quotes, and that it is these lines in their order.
-result=/work/orders.jsonl
+result=/app/orders.jsonl
 plain=0 quoted=0 complete=0
 
 # has_all FILE: whether each line of FILE is a line of the result.

@@ -1,6 +1,6 @@
 #!/bin/sh
 set -e
-cd /work
+cd /app
 parts=$(mktemp -d)
 for copy in tape/*; do
     number=$(sed -n '1s/^part \([0-9]*\) of .*/\1/p' "$copy")

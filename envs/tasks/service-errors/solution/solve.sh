@@ -1,6 +1,6 @@
 #!/bin/sh
 set -e
-cd /work
+cd /app
 sed 's/ msg=.*//' app.log | awk '
     {
         for (i = 2; i <= NF; i++) {
