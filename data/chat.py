@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from data.tool_calls import CLOSE, OPEN, ParsedTurn, format_calls, parse_turn
+from data.tool_calls import CLOSE, OPEN, format_calls, parse_turn
+from data.tool_formats.base import ParsedTurn
 from data.types import FinishReason, Segment, Source
 from envs.types import Message, ToolCall, ToolSpec
 
@@ -40,19 +41,42 @@ _TRIED_TOOL = ToolSpec(name="f", description="Does x.", parameters={"type": "obj
 class Renderer(Protocol):
     """One seam for every model family."""
 
+    name: str
+    """What wrote the ids: `template`, or the family."""
     stop_token_ids: tuple[int, ...]
     control_tokens: Mapping[int, str]
     several_calls: bool
     """Whether one assistant turn may hold more than one tool call."""
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
-        """The prompt (PROMPT), up to and with the header of the assistant turn to be sampled."""
+        """The prompt (PROMPT), up to and with the header of the assistant turn to be sampled. `messages` may hold
+        assistant turns (a history that was rewritten): they are context, and never trained.
+
+        Raises:
+            ValueError: the template cannot write them.
+        """
         ...
 
-    def bridge(self, messages: Sequence[Message], finish_reason: FinishReason) -> list[Segment]:
-        """What stands between a sampled turn and the next one: the template's text (TEMPLATE) around the contents
-        of `messages` (TOOL), up to and with the next assistant header. A turn that was cut ("length") gets its
-        closing token here."""
+    def bridge(
+        self,
+        messages: Sequence[Message],
+        *,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        tools: Sequence[ToolSpec],
+    ) -> list[Segment] | None:
+        """What stands between a sampled turn and the next one: the template's text (TEMPLATE) around the contents of
+        `messages` (TOOL), up to and with the next assistant header. A turn that did not end with a stop token gets its
+        closing token here.
+
+        None: with these messages the template rewrites what came before (it drops earlier thinking), and the renderer
+        was told to follow it. Then a new stream starts with `opening` of the whole conversation.
+
+        Args:
+            messages: tool and user messages.
+            prompt_ids: the stream up to the sampled turn.
+            sampled_ids: the turn.
+        """
         ...
 
     def turn_ids(self, message: Message) -> tuple[int, ...]:
@@ -63,8 +87,28 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
-        """What a sampled turn says."""
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        call_id_prefix: str,
+        finish_reason: FinishReason = "stop",
+        tools: Sequence[ToolSpec] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> ParsedTurn:
+        """What a sampled turn says. `prompt_ids` (the stream before it) tells whether its thinking was opened there."""
+        ...
+
+    def structural_tag(self, tools: Sequence[ToolSpec]) -> str | None:
+        """What holds a call to the tools' schemas while it is sampled; see `ToolFormat.structural_tag`."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of a text as it would stand in a content: to count and to cut its tokens."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, control tokens kept."""
         ...
 
     def count_forged(self, text: str) -> int:
@@ -115,9 +159,18 @@ class TemplateRenderer:
         marked = self._encode(pieces)
         return [Segment(source=Source.PROMPT, token_ids=tuple(token for token, _ in marked))]
 
-    def bridge(self, messages: Sequence[Message], finish_reason: FinishReason) -> list[Segment]:
+    name = "template"
+
+    def bridge(
+        self,
+        messages: Sequence[Message],
+        *,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        tools: Sequence[ToolSpec],
+    ) -> list[Segment]:
         marked = self._encode(self._after_turn(messages))
-        if finish_reason == "stop":
+        if sampled_ids[-1] in self.stop_token_ids:
             # The closing token was sampled: it is MODEL already.
             marked = marked[1:]
         return [
@@ -138,12 +191,31 @@ class TemplateRenderer:
         marked = self._encode([(message.content + separator, True), *pieces])
         return (*(token for token, _ in marked), self.stop_token_ids[0])
 
-    def parse(self, token_ids: Sequence[int], *, call_id_prefix: str) -> ParsedTurn:
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        call_id_prefix: str,
+        finish_reason: FinishReason = "stop",
+        tools: Sequence[ToolSpec] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> ParsedTurn:
         body = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         # Control tokens are kept: a parser that does not see the call markers finds no call.
         text = self._tokenizer.decode(list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return parse_turn(text, call_id_prefix=call_id_prefix)
+
+    def structural_tag(self, tools: Sequence[ToolSpec]) -> str | None:
+        return None
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._content_encoder.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
     def count_forged(self, text: str) -> int:
         return len(self._control_pattern.findall(text))
@@ -243,8 +315,9 @@ class TemplateRenderer:
         """
         chat = _tried_chat(content, calls)
         ours = [token for segment in self.opening(chat[:2], tools) for token in segment.token_ids]
-        ours += self.turn_ids(chat[2])
-        ours += [token for segment in self.bridge(chat[3:], "stop") for token in segment.token_ids]
+        turn = self.turn_ids(chat[2])
+        bridge = self.bridge(chat[3:], prompt_ids=ours, sampled_ids=turn, tools=tools)
+        ours += [*turn, *(token for segment in bridge for token in segment.token_ids)]
         text = self._render([message.as_openai() for message in chat], [tool.as_openai() for tool in tools])
         native = list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
         if ours != native:

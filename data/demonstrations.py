@@ -63,18 +63,30 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
     if not assistant:
         raise ValueError("it has no assistant turn")
     builder = SampleBuilder(demonstration.task_id)
+    stream: list[int] = []
     for segment in renderer.opening(messages[: assistant[0]], demonstration.tools):
         builder.add_context(segment)
+        stream += segment.token_ids
     for index, following in zip(assistant, [*assistant[1:], len(messages)], strict=True):
         turn = Segment(source=Source.TARGET, token_ids=renderer.turn_ids(messages[index]))
+        stream += turn.token_ids
         if messages[index].train:
             builder.add_target(turn)
         else:
             builder.add_context(turn)
         # What follows the last assistant turn would train nothing.
         if following < len(messages):
-            for segment in renderer.bridge(messages[index + 1 : following], "stop"):
+            bridge = renderer.bridge(
+                messages[index + 1 : following],
+                prompt_ids=stream[: -len(turn.token_ids)],
+                sampled_ids=turn.token_ids,
+                tools=demonstration.tools,
+            )
+            if bridge is None:
+                raise ValueError("the chat template rewrites earlier turns, so it is not one row; split it by turn")
+            for segment in bridge:
                 builder.add_context(segment)
+                stream += segment.token_ids
     return builder.build()
 
 

@@ -11,30 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from data.jsonl import plain_json
+from data.tool_formats.base import CallError, ParsedTurn
 from envs.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FORM = '{"name": "TOOL", "arguments": {...}}'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallError:
-    """A call that could not be read, with the line that tells the model how to write it."""
-
-    call_id: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedTurn:
-    """An assistant turn as the host sees it: its prose, and its calls in order, readable or not."""
-
-    content: str
-    calls: tuple[ToolCall | CallError, ...]
 
 
 def format_calls(calls: Sequence[ToolCall]) -> list[str]:

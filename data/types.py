@@ -35,6 +35,8 @@ class Excluded(StrEnum):
     DEAD_GROUP = "dead_group"
     OFF_POLICY = "off_policy"
     STALE = "stale"
+    FORCED = "forced"
+    """The grammar of a constrained turn allowed this token alone: the policy had no choice."""
 
 
 FinishReason = Literal["stop", "length"]
@@ -42,16 +44,34 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is sampled. `seed` makes it reproducible; every completion of a run has its own."""
+    """How one completion is sampled. `seed` makes it reproducible; every completion of a run has its own.
+
+    Names and meanings are vLLM's; the defaults leave the distribution whole, at its temperature. `structural_tag` is
+    xgrammar's JSON: what a tool call that was begun must look like.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    """0 = all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    structural_tag: str | None = None
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_tokens < 1:
+        if (
+            self.temperature < 0
+            or not 0 < self.top_p <= 1
+            or self.top_k < 0
+            or not 0 <= self.min_p <= 1
+            or self.repetition_penalty <= 0
+            or self.max_tokens < 1
+        ):
             raise ValueError(f"sampling parameters out of range: {self}")
 
 
@@ -62,6 +82,7 @@ class Completion:
     token_ids: `[n]`, the stop token included when `finish_reason` is "stop".
     logprobs: `[n]`, nats, of the distribution that the tokens were really drawn from (temperature applied).
     policy_version: `[n]`, how many steps of training the weights had seen when each token was sampled.
+    cached_prompt_tokens: prompt tokens that the engine took from its prefix cache; None where it does not say.
     """
 
     completion_id: str
@@ -70,6 +91,7 @@ class Completion:
     finish_reason: FinishReason
     policy: str
     policy_version: tuple[int, ...]
+    cached_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)

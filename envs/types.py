@@ -32,6 +32,8 @@ class ToolSpec:
     name: str
     description: str
     parameters: Mapping[str, Any]
+    timeout_s: float | None = None
+    """Its own deadline for one call, where the run's does not fit; the model is not told."""
 
     def as_openai(self) -> dict[str, Any]:
         """The `tools` entry of a chat-completions request; also what chat templates expect."""
@@ -47,24 +49,28 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What came back from a call. `is_error` marks an observation that tells the model how to recover."""
+    """What came back from a call. `is_error` marks an observation that tells the model how to recover;
+    `ends_trajectory` says that the environment is done and no further turn is sampled."""
 
     call_id: str
     content: str
     is_error: bool = False
     duration_s: float = 0.0
+    ends_trajectory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One chat message.
 
-    `call_id` names the call that a `tool` message answers. `train=False` keeps an assistant turn of a
+    `call_id` names the call that a `tool` message answers. `thinking` is what an assistant thought before its
+    `content`, without markers; graders do not see it as an answer. `train=False` keeps an assistant turn of a
     demonstration as context only (a mistake that the next turn repairs, for example).
     """
 
     role: Role
     content: str = ""
+    thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None
     train: bool = True
@@ -74,12 +80,16 @@ class Message:
             raise ValueError(f"role {self.role!r} is unknown; roles: {', '.join(get_args(Role))}")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"only an assistant message may hold tool calls, not a {self.role} message")
+        if self.thinking and self.role != "assistant":
+            raise ValueError(f"only an assistant message may hold thinking, not a {self.role} message")
         if (self.call_id is not None) != (self.role == "tool"):
             raise ValueError(f"a tool message, and only a tool message, has a call_id; role is {self.role}")
 
     def as_openai(self) -> dict[str, Any]:
         """The chat-completions form, as chat templates expect it; arguments stay an object."""
         row: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.thinking:
+            row["reasoning_content"] = self.thinking
         if self.tool_calls:
             row["tool_calls"] = [
                 {"type": "function", "id": c.call_id, "function": {"name": c.name, "arguments": dict(c.arguments)}}

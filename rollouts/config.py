@@ -51,10 +51,30 @@ class SandboxConfig(Section):
     """When a tool has given no result by then, the model is told so and goes on."""
 
 
-class EngineConfig(Section):
-    """What samples. `transformers` is the reference and needs no vLLM; it is slower."""
+class RendererConfig(Section):
+    """How messages become tokens, and how calls are read out of a turn."""
 
-    kind: Literal["vllm", "transformers"] = "vllm"
+    name: str = "auto"
+    """`auto`: the hand-written renderer of a known family where it agrees with the model's own chat template, else that
+    template itself. Or `template`, or a family's name; --help of run_rollouts lists them."""
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "react"] = "auto"
+    """How the model writes calls. `auto`: as the renderer's family or the chat template says."""
+    thinking: Literal["keep", "follow"] = "keep"
+    """When a new user message comes: `keep` all thinking in the stream, or `follow` a template that drops it, in a new
+    stream."""
+    enable_thinking: bool | None = None
+    """For templates that know this switch; unless given, the template's own default."""
+
+
+class EngineConfig(Section):
+    """What samples. `transformers` is the reference and needs no vLLM; it is slower. `server`: `vllm serve` processes,
+    at `servers`."""
+
+    kind: Literal["vllm", "transformers", "server"] = "vllm"
+    servers: tuple[str, ...] = ()
+    """Base addresses such as `http://127.0.0.1:8000`."""
+    adapter: str | None = None
+    """The folder of a LoRA adapter (PEFT) to sample with; for servers, the name under which they serve it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_context_tokens: int = Field(default=1024, ge=16)
     max_concurrent: int = Field(default=64, ge=1)
@@ -62,22 +82,63 @@ class EngineConfig(Section):
 
 
 class LimitsConfig(Section):
-    """When a trajectory is ended. Tokens are the policy's own. The wall clock bounds the conversation with its tools;
-    starting and ending the sandbox and grading have as much again, each."""
+    """When a trajectory is ended, and what a tool may give back. Tokens are the policy's own. The wall clock bounds the
+    conversation with its tools; starting and ending the sandbox and grading have as much again, each."""
 
     max_turns: int = Field(default=8, ge=1)
     max_turn_tokens: int = Field(default=64, ge=1)
     max_trajectory_tokens: int = Field(default=256, ge=1)
     max_parse_errors: int = Field(default=3, ge=1)
+    """Turns in a row with a call that cannot be read."""
+    max_repeated_calls: int = Field(default=4, ge=2)
+    """Times in a row that the same calls came back with the same results."""
+    max_tool_errors: int = Field(default=3, ge=1)
+    """Turns in a row in which a tool itself failed, not the call."""
+    max_cost_usd: float | None = Field(default=None, gt=0)
+    """By the prices of `rollout.prices`."""
+    max_observation_tokens: int = Field(default=2048, ge=16)
+    """A longer tool result loses its middle, and says how much went."""
+    tool_retries: int = Field(default=2, ge=0)
+    """Times that a call is made again after a failure that the tool calls transient; the model sees none of them."""
+    retry_backoff_s: float = Field(default=0.2, ge=0)
+    """Before the first retry; twice as long before each further one."""
     wall_clock_s: float = Field(default=120.0, gt=0)
 
 
+class PricesConfig(Section):
+    """Dollars per million tokens, for the cost of a run and `limits.max_cost_usd`; 0 where nothing is paid."""
+
+    input: float = Field(default=0.0, ge=0)
+    cached_input: float | None = Field(default=None, ge=0)
+    """Of tokens that were in the previous call's context; unless given, as any other input."""
+    output: float = Field(default=0.0, ge=0)
+
+
+class ScheduleConfig(Section):
+    """How many trajectories run, and what happens to one that our machinery lost."""
+
+    max_trajectories: int | None = Field(default=None, ge=1)
+    """At once, with those whose tools run; unless given, twice `engine.max_concurrent`. New ones begin while the engine
+    has room."""
+    infrastructure_retries: int = Field(default=1, ge=0)
+    """Times that a trajectory lost to sandbox or engine is begun again."""
+
+
 class SamplingConfig(Section):
-    """How tokens are drawn: from the whole distribution. A cut of it (top_p) would make the trainer's logprobs those of
-    another policy."""
+    """How tokens are drawn. Training takes the whole distribution at its temperature: whatever else changes or cuts it
+    would make the trainer's logprobs those of another policy, and is for evaluation only."""
 
     temperature: float = Field(default=1.0, ge=0.01)
     """vLLM samples at 0.01 where less is asked for, and the trainer would divide by another number."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0: all tokens."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    constrain_calls: bool = False
+    """Hold each tool call, once begun, to the tools' schemas (vLLM's structured outputs)."""
 
 
 class EvalConfig(Section):
@@ -103,6 +164,9 @@ class RolloutConfig(Section):
 
     env: EnvConfig = EnvConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    renderer: RendererConfig = RendererConfig()
     engine: EngineConfig = EngineConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     limits: LimitsConfig = LimitsConfig()
+    prices: PricesConfig = PricesConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -7,6 +7,7 @@ every completion to the ledger before anybody else sees it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from data.ledger import Ledger
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 class EngineError(RuntimeError):
     """The engine failed, not the policy. The message says what, where, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy an engine is: requests that it samples, that wait in it, and that it samples at most at once."""
+
+    running: int
+    waiting: int
+    capacity: int
 
 
 class Engine(Protocol):
@@ -33,8 +43,16 @@ class Engine(Protocol):
         """Prompt and completion together hold at most this many tokens."""
         ...
 
+    @property
+    def load(self) -> EngineLoad:
+        """Read by the scheduler before it begins a trajectory; cheap, and a moment old at most."""
+        ...
+
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """Sample one completion after `prompt_ids` `[n]`.
+
+        `completion_id` is `{trajectory_id}/{turn}`: an engine of several servers sends a trajectory's turns to one of
+        them, where its prefix is cached.
 
         Raises:
             EngineError: the engine failed.
@@ -71,6 +89,10 @@ class RecordingEngine:
     @property
     def max_context_tokens(self) -> int:
         return self._engine.max_context_tokens
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._engine.load
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         completion = await self._engine.generate(completion_id, prompt_ids, params)

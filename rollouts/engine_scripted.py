@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from data.types import Completion, FinishReason, SamplingParams
-from rollouts.engine import EngineError
+from rollouts.engine import EngineError, EngineLoad
 from rollouts.engine_checks import check_prompt, check_scored
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class ScriptedEngine:
         fail_calls: Sequence[int] = (),
         max_context_tokens: int = 4096,
         vocab_size: int = 1 << 31,
+        capacity: int = 64,
         policy: str = "scripted",
         policy_version: int = 0,
     ) -> None:
@@ -49,6 +50,8 @@ class ScriptedEngine:
         self._fail_calls = frozenset(fail_calls)
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
+        self._capacity = capacity
+        self._running = 0
         self._policy = policy
         self.policy_version = policy_version
         self.prompts: list[tuple[int, ...]] = []
@@ -57,6 +60,11 @@ class ScriptedEngine:
     @property
     def max_context_tokens(self) -> int:
         return self._max_context_tokens
+
+    @property
+    def load(self) -> EngineLoad:
+        running = min(self._running, self._capacity)
+        return EngineLoad(running=running, waiting=self._running - running, capacity=self._capacity)
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See `Engine.generate`.
@@ -68,7 +76,11 @@ class ScriptedEngine:
         call, version = len(self.prompts), self.policy_version
         self.prompts.append(tuple(prompt_ids))
         answer, finish_reason = _cut(self._answer(call, tuple(prompt_ids)), params)
-        await asyncio.sleep(self._delay_s)
+        self._running += 1
+        try:
+            await asyncio.sleep(self._delay_s)
+        finally:
+            self._running -= 1
         if call in self._fail_calls:
             raise EngineError(f"call {call} fails, as the script says")
         logprobs = self._logprobs(answer) if callable(self._logprobs) else [self._logprobs] * len(answer)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.types import Completion, FinishReason, SamplingParams
-from rollouts.engine import EngineError
+from rollouts.engine import EngineError, EngineLoad
 from rollouts.engine_checks import check_context, check_prompt, check_scored, check_weights_fit, read_model_facts
 from rollouts.engine_thread import EngineThread, settle, settle_error
 
@@ -88,6 +88,7 @@ class TransformersEngine:
         )
         self._model = model.to(target).eval()
         self._waiting: list[_Request] = []
+        self._running = 0
         self._thread = EngineThread(
             "transformers", has_work=self._has_work, step=self._sample_batch, ended=self._fail_waiting
         )
@@ -95,6 +96,10 @@ class TransformersEngine:
     @property
     def max_context_tokens(self) -> int:
         return self._max_context_tokens
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=self._running, waiting=len(self._waiting), capacity=self._max_batch)
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See `Engine.generate`. Only `params.stop_token_ids` stop it, not the model's own end-of-text id.
@@ -147,6 +152,7 @@ class TransformersEngine:
 
     def _sample_batch(self) -> None:
         batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+        self._running = len(batch)
         try:
             sample_together(self._model, batch)
         except Exception as error:  # such as no memory left; the model is as it was
@@ -155,6 +161,8 @@ class TransformersEngine:
             for request in batch:
                 settle_error(request.future, failure)
             return
+        finally:
+            self._running = 0
         for request in batch:
             if not request.future.cancelled():
                 settle(request.future, self._completion(request))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from data.types import Completion, SamplingParams
-from rollouts.engine import EngineError
+from rollouts.engine import EngineError, EngineLoad
 from rollouts.engine_checks import (
     ModelFacts,
     check_context,
@@ -77,6 +77,7 @@ class VllmEngine:
     ) -> None:
         self._facts = read_model_facts(model_path)
         self._max_context_tokens = check_context(max_context_tokens, self._facts)
+        self._capacity = (options or VllmOptions()).max_concurrent
         self._policy = policy
         self.policy_version = policy_version
         self._numbers = count()
@@ -107,6 +108,13 @@ class VllmEngine:
     @property
     def max_context_tokens(self) -> int:
         return self._max_context_tokens
+
+    @property
+    def load(self) -> EngineLoad:
+        """Scores count as requests too; what is handed in and not yet added is missing for a moment."""
+        inside = len(self._pending)
+        running = min(inside, self._capacity)
+        return EngineLoad(running=running, waiting=inside - running, capacity=self._capacity)
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See `Engine.generate`. Cancelling it takes the request out of the batch."""

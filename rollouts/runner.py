@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from data.chat import Renderer
 from data.jsonl import plain_json
-from data.tool_calls import CallError, ParsedTurn
+from data.tool_formats.base import CallError, ParsedTurn
 from data.types import Completion, SamplingParams, Segment, TokenStream
 from envs.base import Env, Session
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
@@ -62,7 +62,8 @@ class Runner:
         error: str | None = None
         relaxed: tuple[str, ...] = ()
         try:
-            progress.messages.extend(self.env.opening(task))
+            progress.opening = self.env.opening(task)
+            progress.messages.extend(progress.opening)
             spec = self.env.sandbox_spec(task)
             relaxed = spec.relaxed
             async with self._sandbox(spec) as sandbox:
@@ -102,6 +103,8 @@ class Runner:
             forged=progress.forged,
             relaxed=relaxed,
             error=None if error is None else plain_json(error),
+            opening=tuple(progress.opening),
+            tools=tuple(self.env.tools),
         )
 
     @asynccontextmanager
@@ -151,9 +154,15 @@ class Runner:
             parse_errors = parse_errors + 1 if any(isinstance(call, CallError) for call in parsed.calls) else 0
             if parse_errors == self.limits.max_parse_errors:
                 return StopReason.PARSE_ERRORS
-            # An engine that ends at a token of its own leaves the turn open: then the bridge closes it.
-            closed = completion.token_ids[-1] in self.renderer.stop_token_ids
-            bridge = self.renderer.bridge(progress.messages[-len(results) :], "stop" if closed else "length")
+            sampled = len(completion.token_ids)
+            ids = progress.stream.token_ids
+            bridge = self.renderer.bridge(
+                progress.messages[-len(results) :],
+                prompt_ids=ids[:-sampled],
+                sampled_ids=ids[-sampled:],
+                tools=self.env.tools,
+            )
+            assert bridge is not None
             if len(progress.stream) + sum(len(s.token_ids) for s in bridge) >= self.engine.max_context_tokens:
                 # Nothing could be sampled after it; without it, every stream fits the context and a micro-batch.
                 return StopReason.CONTEXT_FULL
@@ -199,6 +208,7 @@ class _Progress:
     """What a trajectory has so far; it survives whatever ends the conversation."""
 
     trajectory_id: str
+    opening: list[Message] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     stream: TokenStream = field(default_factory=TokenStream)
     turns: list[Turn] = field(default_factory=list)

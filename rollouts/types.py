@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from data.types import TokenStream
-from envs.types import Message, Task, ToolResult
+from envs.types import Message, Task, ToolResult, ToolSpec
 
 
 class StopReason(StrEnum):
@@ -18,7 +18,11 @@ class StopReason(StrEnum):
     TOKEN_BUDGET = "token_budget"
     CONTEXT_FULL = "context_full"
     WALL_CLOCK = "wall_clock"
+    COST_BUDGET = "cost_budget"
     PARSE_ERRORS = "parse_errors"
+    REPEATED_CALL = "repeated_call"
+    TOOL_ERROR = "tool_error"
+    ENV_DONE = "env_done"
     SANDBOX_ERROR = "sandbox_error"
     ENGINE_ERROR = "engine_error"
     CANCELLED = "cancelled"
@@ -34,19 +38,41 @@ class StopReason(StrEnum):
         return self in _INFRASTRUCTURE
 
 
-_TRUNCATED = frozenset({StopReason.MAX_TURNS, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.WALL_CLOCK})
+_TRUNCATED = frozenset(
+    {
+        StopReason.MAX_TURNS,
+        StopReason.TOKEN_BUDGET,
+        StopReason.COST_BUDGET,
+        StopReason.CONTEXT_FULL,
+        StopReason.WALL_CLOCK,
+        StopReason.TOOL_ERROR,
+    }
+)
 _INFRASTRUCTURE = frozenset({StopReason.SANDBOX_ERROR, StopReason.ENGINE_ERROR, StopReason.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One completion and the environment's reply to it. `message.content` is the completion's text."""
+    """One completion and the environment's reply to it.
+
+    message: what the completion says: thinking, prose and the calls that could be read.
+    stream: index of the stream that holds the completion.
+    prompt_tokens: length of the context that it was sampled after.
+    cached_prompt_tokens: how many of them the engine says it had cached; None where it does not say.
+    sampled_tokens: length of the completion.
+    retries: calls made again after a transient failure of a tool.
+    """
 
     index: int
     message: Message
     tool_results: tuple[ToolResult, ...]
     generate_s: float
     env_s: float
+    stream: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int | None = None
+    sampled_tokens: int = 0
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +81,9 @@ class Trajectory:
 
     `reward` is None when the environment could not grade it (infrastructure failures). `error` says what
     went wrong there. `forged` counts the control tokens that prompt and tool results spell; they stayed text.
-    `relaxed` is what the task's sandbox was less strict in than the defaults, in words.
+    `relaxed` is what the task's sandbox was less strict in than the defaults, in words. `opening` and `tools` are what
+    the model was given: with them and the completions the streams can be made again. `cost_usd` is by the run's prices.
+    `attempt` counts the earlier tries that our machinery lost.
     """
 
     trajectory_id: str
@@ -70,6 +98,10 @@ class Trajectory:
     forged: int = 0
     relaxed: tuple[str, ...] = ()
     error: str | None = None
+    opening: tuple[Message, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+    cost_usd: float = 0.0
+    attempt: int = 0
 
     @property
     def cause(self) -> str:

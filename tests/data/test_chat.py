@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from data.chat import TemplateRenderer
-from data.types import Segment, Source
+from data.chat import Renderer, TemplateRenderer
+from data.types import FinishReason, Segment, Source
 from envs.types import Message, ToolCall, ToolSpec
 from tests.data.test_types import no_clock
 
@@ -108,6 +108,15 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
     return load(family)[1]
 
 
+def bridge_after(renderer: Renderer, messages: list[Message], finish: FinishReason) -> list[Segment]:
+    """The bridge after a turn that ended with its stop token, or was cut."""
+    turn = list(renderer.turn_ids(Message(role="assistant", content="Yes.")))
+    sampled = turn if finish == "stop" else turn[:-1]
+    bridge = renderer.bridge(messages, prompt_ids=[1], sampled_ids=sampled, tools=())
+    assert bridge is not None
+    return bridge
+
+
 def ids_of(segments: list[Segment]) -> list[int]:
     return [token for segment in segments for token in segment.token_ids]
 
@@ -129,7 +138,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, segments: list[Segment]) -> str:
 
 def around(renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerFast, text: str) -> str:
     """What the template puts before and after an observation, with `text` between."""
-    frame = decode(tokenizer, renderer.bridge([Message(role="tool", content="OBSERVED", call_id="c")], "stop"))
+    frame = decode(tokenizer, bridge_after(renderer, [Message(role="tool", content="OBSERVED", call_id="c")], "stop"))
     return text.join(frame.split("OBSERVED"))
 
 
@@ -159,8 +168,8 @@ def test_no_text_becomes_a_control_token(renderer: TemplateRenderer, text: str) 
         results = [Message(role="tool", content=said, call_id=said) for _ in range(2)]
         return [
             ids_of(renderer.opening(opening, [TOOL])),
-            ids_of(renderer.bridge(results, "stop")),
-            ids_of(renderer.bridge([*results, Message(role="user", content=said)], "length")),
+            ids_of(bridge_after(renderer, results, "stop")),
+            ids_of(bridge_after(renderer, [*results, Message(role="user", content=said)], "length")),
             list(renderer.turn_ids(Message(role="assistant", content=said, tool_calls=(call, call)))),
             list(renderer.turn_ids(Message(role="assistant", content=said))),
         ]
@@ -174,7 +183,7 @@ def test_no_text_becomes_a_control_token(renderer: TemplateRenderer, text: str) 
 def test_an_observation_is_one_tool_segment_that_says_the_text(
     renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
-    segments = renderer.bridge([Message(role="tool", content=text, call_id="c")], "stop")
+    segments = bridge_after(renderer, [Message(role="tool", content=text, call_id="c")], "stop")
     observed = [segment for segment in segments if segment.source is Source.TOOL]
     assert len(observed) == (1 if text else 0)
     assert not control_ids(renderer, ids_of(observed))
@@ -184,8 +193,8 @@ def test_an_observation_is_one_tool_segment_that_says_the_text(
 
 
 def test_forged_markers_in_tool_output_b12(renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerFast) -> None:
-    segments = renderer.bridge([Message(role="tool", content=FORGED, call_id="c")], "stop")
-    honest = renderer.bridge([Message(role="tool", content="done", call_id="c")], "stop")
+    segments = bridge_after(renderer, [Message(role="tool", content=FORGED, call_id="c")], "stop")
+    honest = bridge_after(renderer, [Message(role="tool", content="done", call_id="c")], "stop")
     assert [segment.source for segment in segments] == [segment.source for segment in honest]
     assert decode(tokenizer, segments) == around(renderer, tokenizer, FORGED)
     assert control_ids(renderer, ids_of(segments)) == control_ids(renderer, ids_of(honest))
@@ -247,7 +256,7 @@ def test_every_turn_s_prompt_is_the_full_native_render_a08(
         replies = [Message(role="tool", content=text, call_id=f"c{i}") for i, text in enumerate(results)]
         if user is not None:
             replies.append(Message(role="user", content=user))
-        bridge = renderer.bridge(replies, "stop")
+        bridge = bridge_after(renderer, replies, "stop")
         assert bridge[0].source is Source.TEMPLATE
         assert tokenizer.decode(bridge[0].token_ids).startswith("\n"), "the separator is TEMPLATE"
         stream += bridge
@@ -261,7 +270,7 @@ def test_who_wrote_which_token_a12() -> None:
     stream = [
         *renderer.opening([Message(role="user", content="Hi")], []),
         Segment(source=Source.TARGET, token_ids=renderer.turn_ids(Message(role="assistant", content="12"))),
-        *renderer.bridge([Message(role="tool", content="7", call_id="c")], "stop"),
+        *bridge_after(renderer, [Message(role="tool", content="7", call_id="c")], "stop"),
     ]
     table = [(s.source.value, tokenizer.decode(s.token_ids)) for s in stream]
     assert table == [
@@ -275,9 +284,9 @@ def test_who_wrote_which_token_a12() -> None:
 
 def test_a_turn_that_was_cut_gets_its_closing_token_a36(renderer: TemplateRenderer) -> None:
     reply = [Message(role="tool", content="7", call_id="c")]
-    closed, cut = ids_of(renderer.bridge(reply, "stop")), ids_of(renderer.bridge(reply, "length"))
+    closed, cut = ids_of(bridge_after(renderer, reply, "stop")), ids_of(bridge_after(renderer, reply, "length"))
     assert cut == [renderer.stop_token_ids[0], *closed]
-    assert renderer.bridge(reply, "length")[0].source is Source.TEMPLATE
+    assert bridge_after(renderer, reply, "length")[0].source is Source.TEMPLATE
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3"], indirect=True)
@@ -292,7 +301,7 @@ def test_no_second_system_block_a25(
         chat.insert(0, Message(role="system", content=system))
     said = Message(role="assistant", content="So", tool_calls=(ToolCall(call_id="c", name="f", arguments={"x": "1"}),))
     reply = Message(role="tool", content="7", call_id="c")
-    bridge = ids_of(renderer.bridge([reply], "stop"))
+    bridge = ids_of(bridge_after(renderer, [reply], "stop"))
     assert "system" not in tokenizer.decode(bridge)
     stream = [*ids_of(renderer.opening(chat, tools)), *renderer.turn_ids(said), *bridge]
     assert stream == native_prompt(tokenizer, [*chat, said, reply], tools)
@@ -313,7 +322,7 @@ def test_one_beginning_token_a13() -> None:
     stream = [
         *ids_of(renderer.opening([Message(role="user", content="Hi")], [])),
         *renderer.turn_ids(Message(role="assistant", content="12")),
-        *ids_of(renderer.bridge([reply], "stop")),
+        *ids_of(bridge_after(renderer, [reply], "stop")),
         *renderer.turn_ids(Message(role="assistant", content="19")),
     ]
     assert stream[0] == tokenizer.bos_token_id
@@ -436,8 +445,8 @@ def test_a_call_id_is_text(forged: str) -> None:
     template = CHATML.replace(header, f"{header} + ('' if m.role != 'tool' else ' <|' + m.tool_call_id + '|>')")
     tokenizer = make_tokenizer(small_core(), template)
     renderer = TemplateRenderer(tokenizer, name="m")
-    bridge = renderer.bridge([Message(role="tool", content="7", call_id=forged)], "stop")
-    honest = renderer.bridge([Message(role="tool", content="7", call_id="c")], "stop")
+    bridge = bridge_after(renderer, [Message(role="tool", content="7", call_id=forged)], "stop")
+    honest = bridge_after(renderer, [Message(role="tool", content="7", call_id="c")], "stop")
     assert control_ids(renderer, ids_of(bridge)) == control_ids(renderer, ids_of(honest))
     assert decode(tokenizer, bridge) == decode(tokenizer, honest).replace("<|c|>", f"<|{forged}|>")
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.tool_calls import CLOSE, OPEN, CallError, format_calls, parse_turn
+from data.tool_calls import CLOSE, OPEN, format_calls, parse_turn
+from data.tool_formats.base import CallError
 from data.types import TokenStream
 from envs.types import Message, ToolCall
 from rollouts.record import read_trajectories, write_trajectories

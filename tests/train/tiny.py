@@ -120,7 +120,7 @@ def sampled_sample(
         )
         builder.add_sampled(Segment.sampled(completion), advantage=advantage, excluded=None)
         if number == 0:
-            for segment in renderer.bridge(messages[3:4], finish):
+            for segment in renderer.bridge(messages[3:4], prompt_ids=(1,), sampled_ids=ids, tools=conversation.tools):
                 builder.add_context(segment)
     return builder.build()
 

@@ -1,0 +1,1 @@
+"""How a family of models writes its tool calls, and how they are read."""
