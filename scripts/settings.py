@@ -26,7 +26,15 @@ from pydantic_settings import (
 
 from data.jsonl import replace_text
 from rollouts.config import EnvConfig, EvalConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
-from train.config import CheckpointConfig, GrpoConfig, LoraSettings, OptimizerConfig, SftConfig, WandbConfig
+from train.config import (
+    CheckpointConfig,
+    GrpoConfig,
+    LoraSettings,
+    OptimizerConfig,
+    SftConfig,
+    WandbConfig,
+    check_trainable,
+)
 
 
 class Settings(BaseSettings):
@@ -96,7 +104,7 @@ class GrpoSettings(Settings):
     output_dir: str
     """The run folder; started again, the run continues."""
     seed: int = Field(default=0, ge=0)
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: Annotated[RolloutConfig, AfterValidator(check_trainable)] = RolloutConfig()
     grpo: GrpoConfig = GrpoConfig()
     lora: LoraSettings = LoraSettings()
     optimizer: OptimizerConfig = OptimizerConfig()

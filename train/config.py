@@ -6,9 +6,34 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollouts.config import Section
+from rollouts.config import RolloutConfig, SamplingConfig, Section
 
 Dtype = Literal["float32", "bfloat16"]
+
+
+def check_trainable(rollout: RolloutConfig) -> RolloutConfig:
+    """The rollouts of a training run: sampled from the trained policy itself, at some temperature, and nothing else.
+
+    A cut (`top_p`, `top_k`, `min_p`, a grammar) renormalises over what it leaves, and a penalty makes another
+    distribution at each token, while the trainer's logprobs are over the whole vocabulary: each ratio would carry the
+    difference, however exact both sides are (trl #6789: half of them outside 0.9 to 1.1 at `top_p` 0.8).
+
+    Raises:
+        ValueError: something else than the temperature is set, or an adapter that the trainer does not have.
+    """
+    for name, field in SamplingConfig.model_fields.items():
+        value = getattr(rollout.sampling, name)
+        if name != "temperature" and value != field.default:
+            raise ValueError(
+                f"sampling.{name} = {value!r} samples from another distribution than the trainer's logprobs are of, so "
+                "every importance ratio would be wrong; leave it out here, and set it for run_eval or run_rollouts"
+            )
+    if rollout.engine.adapter is not None:
+        raise ValueError(
+            "engine.adapter: the trainer would not have this adapter; merge it into a model folder and train that, and "
+            "set it for run_eval or run_rollouts"
+        )
+    return rollout
 
 
 class WandbConfig(Section):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollouts.config import SamplingConfig
 from scripts.settings import (
     DataSettings,
     EvalSettings,
@@ -126,6 +127,45 @@ def test_every_key_can_be_set() -> None:
         settings = load_settings(kind, ["--config", str(path)])
         options = [part for key, value in flat(resolved(settings)).items() for part in (f"--{key}", str(value))]
         assert load_settings(kind, options) == settings
+
+
+SUPPORT = [
+    ("top_p", "0.9"),
+    ("top_k", "20"),
+    ("min_p", "0.1"),
+    ("repetition_penalty", "1.1"),
+    ("presence_penalty", "0.5"),
+    ("frequency_penalty", "-0.5"),
+    ("constrain_calls", "true"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), SUPPORT)
+def test_case_c07_what_changes_the_distribution_is_refused_for_training_and_allowed_elsewhere(
+    key: str, value: str
+) -> None:
+    option = [f"--rollout.sampling.{key}", value]
+    with pytest.raises(ValueError, match=rf"rollout: sampling\.{key} = .*set it for run_eval or run_rollouts") as error:
+        load_settings(GrpoSettings, ["--config", "configs/grpo_quickstart.toml", *option])
+    assert "\n" not in str(error.value)
+    settings = load_settings(EvalSettings, ["--config", "configs/eval_quickstart.toml", *option])
+    assert str(getattr(settings.rollout.sampling, key)).lower() == value
+
+
+def test_the_refused_settings_are_all_but_the_temperature() -> None:
+    assert {key for key, _ in SUPPORT} == SamplingConfig.model_fields.keys() - {"temperature"}
+    settings = load_settings(
+        GrpoSettings, ["--config", "configs/grpo_quickstart.toml", "--rollout.sampling.temperature", "0.7"]
+    )
+    assert settings.rollout.sampling.temperature == 0.7
+
+
+def test_an_adapter_that_the_trainer_does_not_have_is_refused_for_training() -> None:
+    option = ["--rollout.engine.adapter", "runs/adapter"]
+    with pytest.raises(ValueError, match=r"rollout: engine\.adapter: .*merge it"):
+        load_settings(GrpoSettings, ["--config", "configs/grpo_quickstart.toml", *option])
+    settings = load_settings(EvalSettings, ["--config", "configs/eval_quickstart.toml", *option])
+    assert settings.rollout.engine.adapter == "runs/adapter"
 
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
