@@ -38,6 +38,14 @@ class GuardedToken(NamedTuple):
     is_content: bool
 
 
+class PlacedToken(NamedTuple):
+    """One encoded token, and where it stands in the rendering: characters `start` to `end`."""
+
+    token_id: int
+    start: int
+    end: int
+
+
 class Guard:
     """Encodes renderings of conversations for one tokenizer.
 
@@ -90,7 +98,7 @@ class Guard:
 
     def encode(self, rendered: str) -> list[GuardedToken]:
         """The ids of a rendering whose contents came through `mark` or `escape`."""
-        text, is_content = self._with_names(rendered)
+        text, is_content, _ = self._with_names(rendered)
         encoding = self._copy.encode(text, add_special_tokens=False)
         return [
             # Some tokenizers give spans without width.
@@ -98,30 +106,47 @@ class Guard:
             for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
 
-    def _with_names(self, rendered: str) -> tuple[str, list[bool]]:
-        """The text with the renderer's own control tokens under their secret names, and for each character whether it
-        is part of a content."""
+    def encode_with_places(self, rendered: str) -> list[PlacedToken]:
+        """The same ids, each with its place in `rendered`; for a renderer that finds out itself who wrote what."""
+        text, _, places = self._with_names(rendered)
+        encoding = self._copy.encode(text, add_special_tokens=False)
+        places.append((len(rendered), len(rendered)))
+        return [
+            # A span without width has a place without width.
+            PlacedToken(
+                self._ids.get(token, token), places[start][0], places[end - 1 if end > start else start][end > start]
+            )
+            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
+
+    def _with_names(self, rendered: str) -> tuple[str, list[bool], list[tuple[int, int]]]:
+        """The text with the renderer's own control tokens under their secret names; for each of its characters whether
+        it is part of a content, and where in `rendered` it comes from."""
         parts: list[str] = []
         is_content: list[bool] = []
+        places: list[tuple[int, int]] = []
         inside, place, literal = False, 0, False
 
-        def add(part: str, content: bool) -> None:
+        def add(part: str, start: int, end: int) -> None:
             parts.append(part)
-            is_content.extend([content] * len(part))
+            is_content.extend([inside] * len(part))
+            whole = len(part) != end - start  # a name or a quoted character: each of its characters is all of it
+            places.extend([(start, end)] * len(part) if whole else [(i, i + 1) for i in range(start, end)])
 
         for found in self._read.finditer(rendered):
-            add(rendered[place : found.start()], inside)
-            place = found.end()
+            start, end = found.span()
+            add(rendered[place:start], place, start)
+            place = end
             if found["quoted"]:
-                add(_unquoted(found["quoted"]), inside)
+                add(_unquoted(found["quoted"]), start, end)
             elif control := found["control"]:
-                forged = inside or (literal and rendered[found.start() - 1] == BREAK)
-                add(control if forged else self._names[control], inside)
+                forged = inside or (literal and rendered[start - 1] == BREAK)
+                add(control if forged else self._names[control], start, end)
             elif found["mark"] in (START, END):
                 inside = found["mark"] == START
             literal = found["mark"] == BREAK
-        add(rendered[place:], inside)
-        return "".join(parts), is_content
+        add(rendered[place:], place, len(rendered))
+        return "".join(parts), is_content, places
 
 
 def _break(token: str) -> str:
