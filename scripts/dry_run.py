@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from data.ledger import Ledger
-from rollouts.group import sample_groups
+from rollouts.scheduler import sample_groups
 from scripts.open_rollouts import open_runner
 from scripts.settings import GrpoSettings, resolved
 from train.grpo import samples_and_metrics
@@ -32,7 +32,7 @@ async def dry_run(settings: GrpoSettings) -> None:
             tasks,
             num_generations=settings.grpo.num_generations,
             prefix="dry-run",
-            max_concurrent=settings.rollout.engine.max_concurrent,
+            schedule=settings.rollout.schedule,
         )
     samples, row = samples_and_metrics(groups, settings.grpo)
     rewards = [trajectory.reward for trajectory in groups[0].trajectories]

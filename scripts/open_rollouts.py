@@ -10,9 +10,9 @@ from data.ledger import Ledger
 from envs.base import Env
 from rollouts.config import RolloutConfig
 from rollouts.engine import RecordingEngine
-from rollouts.group import sample_groups
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
+from rollouts.scheduler import sample_groups
 from rollouts.types import TrajectoryGroup
 from scripts.console import progress
 from scripts.open_env import open_env, open_sandboxes
@@ -76,6 +76,6 @@ async def attempt_tasks(settings: EvalSettings) -> list[TrajectoryGroup]:
                 tasks,
                 num_generations=settings.attempts,
                 prefix=settings.name,
-                max_concurrent=settings.rollout.engine.max_concurrent,
+                schedule=settings.rollout.schedule,
                 on_done=lambda _: bar.advance(place),
             )

@@ -78,7 +78,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
                 engine=runner.engine,
                 ledger=ledger,
                 probes=_probes(runner),
-                max_concurrent=settings.rollout.engine.max_concurrent,
+                schedule=settings.rollout.schedule,
             )
             wandb_run = start_wandb(folder, settings.wandb, resolved(settings))
             log = MetricsLog(folder, start_after=start_after, run=wandb_run)

@@ -23,11 +23,12 @@ from data.ledger import Ledger
 from data.rows import write_samples
 from data.types import TrainingSample
 from envs.types import Task
+from rollouts.config import ScheduleConfig
 from rollouts.engine import Engine
-from rollouts.group import sample_groups
 from rollouts.record import write_trajectories
 from rollouts.runner import Runner
 from rollouts.samples import group_samples
+from rollouts.scheduler import sample_groups
 from rollouts.summary import summarise
 from rollouts.types import Trajectory, TrajectoryGroup
 from rollouts.weight_check import WeightCheck, check_weights
@@ -47,7 +48,7 @@ class Sampling:
     engine: Engine
     ledger: Ledger
     probes: Sequence[Sequence[int]]
-    max_concurrent: int
+    schedule: ScheduleConfig
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class GrpoRun:
                 step_tasks(self.tasks, step, self.config.tasks_per_step, self.seed),
                 num_generations=self.config.num_generations,
                 prefix=f"step-{step}",
-                max_concurrent=self.sampling.max_concurrent,
+                schedule=self.sampling.schedule,
                 on_done=self.on_trajectory,
             )
             trajectories = [trajectory for group in groups for trajectory in group.trajectories]

@@ -17,7 +17,7 @@ from data.chat import TemplateRenderer
 from data.ledger import Ledger
 from envs.base import Env
 from envs.sandbox.open import open_factory
-from rollouts.config import EngineConfig, LimitsConfig
+from rollouts.config import EngineConfig, LimitsConfig, ScheduleConfig
 from rollouts.engine import RecordingEngine
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
@@ -73,7 +73,11 @@ async def main(
             seed=SEED,
         )
         sampling = Sampling(
-            runner=runner, engine=engine, ledger=ledger, probes=[[5, 9, 40, 70, 11, 30]], max_concurrent=8
+            runner=runner,
+            engine=engine,
+            ledger=ledger,
+            probes=[[5, 9, 40, 70, 11, 30]],
+            schedule=ScheduleConfig(max_trajectories=8),
         )
         log = MetricsLog(folder, start_after=start_after, run=None)
     accelerator = Accelerator(cpu=True)

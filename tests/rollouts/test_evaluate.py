@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from data.types import TokenStream
 from envs.types import Task
+from rollouts.config import ScheduleConfig
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.evaluate import pass_at_k, pass_hat_k, summarise_groups
-from rollouts.group import sample_groups
+from rollouts.scheduler import sample_groups
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 from tests.data.test_types import no_clock
 from tests.rollouts.desk import Desk, in_sandboxes, make_runner, say
@@ -128,7 +129,7 @@ def test_every_task_is_attempted_so_often() -> None:
             Desk().tasks("heldout", 2, 0),
             num_generations=4,
             prefix="eval",
-            max_concurrent=1,
+            schedule=ScheduleConfig(max_trajectories=1, infrastructure_retries=0),
             on_done=lambda trajectory: heard.append(trajectory.trajectory_id),
         )
     )

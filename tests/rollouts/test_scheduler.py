@@ -13,11 +13,12 @@ from data.ledger import Ledger
 from data.types import Completion, Excluded, SamplingParams, Source
 from envs.sandbox.local import LocalFactory
 from envs.types import Task
+from rollouts.config import ScheduleConfig
 from rollouts.engine import Engine, RecordingEngine
 from rollouts.engine_scripted import ScriptedEngine
-from rollouts.group import sample_groups
 from rollouts.runner import completion_seed
 from rollouts.samples import group_samples
+from rollouts.scheduler import sample_groups
 from rollouts.types import StopReason, Trajectory
 from tests.rollouts.desk import (
     TASK,
@@ -38,7 +39,7 @@ def run_groups(engine: Engine, tasks: Sequence[Task], num_generations: int, **li
             tasks,
             num_generations=num_generations,
             prefix="step-1",
-            max_concurrent=64,
+            schedule=ScheduleConfig(infrastructure_retries=0),
         )
     )
     for group in groups:
@@ -85,7 +86,7 @@ def test_one_that_never_returns_does_not_hold_the_others_c28() -> None:
             [TASK],
             num_generations=8,
             prefix="step-1",
-            max_concurrent=8,
+            schedule=ScheduleConfig(max_trajectories=8),
             on_done=lambda trajectory: ended.append(trajectory.stop_reason),
         )
     )
@@ -120,7 +121,7 @@ def seeds(seed: int, prefix: str = "step-1") -> dict[str, int | None]:
             tasks,
             num_generations=4,
             prefix=prefix,
-            max_concurrent=8,
+            schedule=ScheduleConfig(max_trajectories=8),
         )
     )
     return engine.seeds
@@ -158,7 +159,11 @@ def test_no_more_than_max_concurrent_run_at_once() -> None:
     engine = CountingEngine(lambda prompt: say("ok"), delay_s=0.01)
     in_sandboxes(
         lambda sandboxes: sample_groups(
-            make_runner(engine, sandboxes), [TASK], num_generations=8, prefix="p", max_concurrent=3
+            make_runner(engine, sandboxes),
+            [TASK],
+            num_generations=8,
+            prefix="p",
+            schedule=ScheduleConfig(max_trajectories=3),
         )
     )
     assert most == 3
@@ -169,7 +174,9 @@ def test_no_sandbox_outlives_its_trajectory(tmp_path: Path) -> None:
     script = [say("", ("break", "x")), say("", ("crash", "x")), say("ok"), say("", ("block", "x"))]
     runner = make_runner(ScriptedEngine(script), factory, wall_clock_s=1.0)
 
-    (group,) = asyncio.run(sample_groups(runner, [TASK], num_generations=4, prefix="p", max_concurrent=4))
+    (group,) = asyncio.run(
+        sample_groups(runner, [TASK], num_generations=4, prefix="p", schedule=ScheduleConfig(infrastructure_retries=0))
+    )
     assert len(group.failures) == 2
     assert list(tmp_path.iterdir()) == []
     asyncio.run(factory.close())

@@ -1,0 +1,138 @@
+"""What a schedule knows of a group, of each try at one of its trajectories, and of what was sampled for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from data.types import Completion, SamplingParams, Segment, TokenStream
+from envs.types import Task
+from rollouts.engine import Engine, EngineLoad
+from rollouts.types import StopReason, Trajectory, TrajectoryGroup, trajectory_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """A group that is not over."""
+
+    group_id: str
+    task: Task
+    siblings: tuple[int, ...]
+    ended: dict[int, Trajectory] = field(default_factory=dict)
+    lost: list[Trajectory] = field(default_factory=list)
+    is_cancelled: bool = False
+
+    def result(self) -> TrajectoryGroup:
+        return TrajectoryGroup(
+            group_id=self.group_id,
+            task=self.task,
+            trajectories=tuple(self.ended[index] for index in self.siblings),
+            lost=tuple(self.lost),
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """One try at one trajectory; `number` counts the tries that were lost before it."""
+
+    group: Group
+    sibling_index: int
+    number: int = 0
+    not_before: float = 0.0
+    order: int = -1
+    has_asked: bool = False
+    completions: list[Completion] = field(default_factory=list)
+    task: asyncio.Task[Trajectory] | None = None
+    alarm: asyncio.TimerHandle | None = None
+    stopped: str | None = None
+
+    @property
+    def trajectory_id(self) -> str:
+        return trajectory_name(self.group.group_id, self.sibling_index, self.number)
+
+    def next_one(self, *, not_before: float) -> Attempt:
+        return Attempt(
+            group=self.group, sibling_index=self.sibling_index, number=self.number + 1, not_before=not_before
+        )
+
+    def stop(self, why: str) -> None:
+        self.stopped = self.stopped or why
+        if self.task is not None:
+            self.task.cancel()
+
+    def cut_short(self, why: str) -> Trajectory:
+        """What is left of an attempt that gave no trajectory: what was sampled for it is in the ledger and must be
+        accounted for; what stood between its turns is lost."""
+        stream = TokenStream([Segment.sampled(completion) for completion in self.completions if completion.token_ids])
+        return Trajectory(
+            trajectory_id=self.trajectory_id,
+            task_id=self.group.task.task_id,
+            group_id=self.group.group_id,
+            sibling_index=self.sibling_index,
+            streams=(stream,) if len(stream) else (),
+            turns=(),
+            stop_reason=StopReason.CANCELLED,
+            reward=None,
+            error=why,
+            attempt=self.number,
+        )
+
+
+class WatchedEngine:
+    """The engine of a schedule: it tells when a trajectory asks and when it has its answer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_call: Callable[[str], None],
+        on_answer: Callable[[str, Completion | None], None],
+    ) -> None:
+        self._engine = engine
+        self._on_call = on_call
+        self._on_answer = on_answer
+        self.calls = 0
+        self.sampled_tokens = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._engine.max_context_tokens
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._engine.load
+
+    async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        completion: Completion | None = None
+        self.calls += 1
+        self._on_call(completion_id)
+        try:
+            completion = await self._engine.generate(completion_id, prompt_ids, params)
+            self.sampled_tokens += len(completion.token_ids)
+            return completion
+        finally:
+            self.calls -= 1
+            self._on_answer(completion_id, completion)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._engine.score(token_ids)
+
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
+        await self._engine.load_weights(state_dict, policy_version)
+
+    async def sleep(self, *, keep_weights: bool = True) -> bool:
+        return await self._engine.sleep(keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+    async def close(self) -> None:
+        await self._engine.close()

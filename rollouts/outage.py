@@ -1,0 +1,76 @@
+"""When our machinery fails: what is tried again, how long to wait, and when to give up the run.
+
+One trajectory that is lost says nothing about the others. All of them lost, one after the other, is an outage: a run
+that went on would loop through its tasks, or ask a server that is down thousands of times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollouts.types import Trajectory
+
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 30.0
+_ENOUGH = 8
+"""So many must be lost in a row before it is an outage."""
+
+
+class OutageError(RuntimeError):
+    """Trajectory after trajectory was lost. The message holds the cause of the last one."""
+
+
+def is_worth_another_try(trajectory: Trajectory) -> bool:
+    """Whether a lost trajectory may end better. A sandbox or an engine that failed (`SandboxError`, `EngineError`) may
+    work next time. Any other exception is a fault in somebody's code or configuration, which the runner records with
+    its traceback: it would fail the same way."""
+    return "Traceback (most recent call last)" not in (trajectory.error or "")
+
+
+def retry_delay_s(number: int) -> float:
+    """How long to wait before a trajectory is begun again that was lost `number` times before.
+
+    >>> retry_delay_s(0), retry_delay_s(1), retry_delay_s(20)
+    (0.2, 0.4, 30.0)
+    """
+    return min(_FIRST_WAIT_S * 2**number, _LONGEST_WAIT_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outage:
+    """What has been lost since a trajectory last ended as it should.
+
+    `held_until`: nothing new begins before that time, in seconds of the event loop's clock.
+    """
+
+    held_until: float = 0.0
+    _holds: int = 0
+    _lost: int = 0
+    _begun_before: int = 0
+
+    def hold(self, now: float) -> None:
+        """The engine failed a trajectory. While it fails, fewer and fewer begin; those that fail together are one."""
+        if now >= self.held_until:
+            self.held_until = now + retry_delay_s(self._holds)
+            self._holds += 1
+
+    def is_over(self) -> None:
+        """A trajectory ended as it should."""
+        self.held_until, self._holds, self._lost = 0.0, 0, 0
+
+    def lost(self, trajectory: Trajectory, *, begun: int, oldest: int) -> None:
+        """A trajectory is lost for good.
+
+        Args:
+            begun: how many trajectories had begun by now.
+            oldest: how many had begun before the oldest that is still in flight.
+
+        Raises:
+            OutageError: enough were lost in a row, and none is left in flight that had begun before the first of them:
+                whoever could still show that it goes well has been lost too.
+        """
+        if self._lost == 0:
+            self._begun_before = begun
+        self._lost += 1
+        if self._lost >= _ENOUGH and oldest >= self._begun_before:
+            raise OutageError(f"the last {self._lost} trajectories were lost, one after the other: {trajectory.cause}")
