@@ -72,6 +72,26 @@ class Engine(Protocol):
         """
         ...
 
+    async def sleep(self, *, keep_weights: bool = True) -> bool:
+        """Free the GPU memory of weights and cache for somebody else, such as a trainer on the same GPU, until `wake`;
+        `generate`, `score` and `load_weights` are refused meanwhile. Asleep already: nothing happens.
+
+        Args:
+            keep_weights: move them to the CPU's memory; else they are dropped, which is faster and needs no memory, and
+                `load_weights` must follow `wake` before anything is sampled.
+
+        Returns:
+            Whether memory was freed. False on a CPU, and for servers, whose memory is their own.
+
+        Raises:
+            EngineError: requests run, or the engine was started without what sleeping needs.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory back. Awake already: nothing happens."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -104,6 +124,12 @@ class RecordingEngine:
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
         await self._engine.load_weights(state_dict, policy_version)
+
+    async def sleep(self, *, keep_weights: bool = True) -> bool:
+        return await self._engine.sleep(keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        await self._engine.wake()
 
     async def close(self) -> None:
         await self._engine.close()

@@ -70,7 +70,7 @@ def read_model_facts(model_path: Path) -> ModelFacts:
     """
     if not (model_path / "config.json").is_file():
         raise ValueError(f"no model in {model_path}: expected a folder with config.json and *.safetensors")
-    shapes = _tensor_shapes(model_path)
+    shapes = tensor_shapes(model_path)
     if not shapes:
         raise ValueError(f"no *.safetensors in {model_path}: write the model there with save_pretrained")
 
@@ -85,11 +85,16 @@ def read_model_facts(model_path: Path) -> ModelFacts:
     )
 
 
-def _tensor_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(folder: Path, pattern: str = "*.safetensors") -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in the folder's safetensors files, by name; no tensor is loaded.
+
+    Raises:
+        ValueError: a file is none.
+    """
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(model_path.glob("*.safetensors")):
+    for path in sorted(folder.glob(pattern)):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -106,6 +111,12 @@ def check_context(max_context_tokens: int | None, facts: ModelFacts) -> int:
     if not 2 <= max_context_tokens <= facts.max_positions:
         raise ValueError(f"max_context_tokens is {max_context_tokens}, the model takes 2 to {facts.max_positions}")
     return max_context_tokens
+
+
+def check_no_adapter(adapter: Path | None) -> None:
+    """Raise `EngineError` for full weights under an adapter: they would be sampled from with it on top."""
+    if adapter is not None:
+        raise EngineError(f"load_weights: the engine samples with the adapter {adapter}; sync it with load_adapter")
 
 
 def check_weights_fit(state_dict: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from data.types import Completion, FinishReason, SamplingParams
 from rollouts.engine import EngineError, EngineLoad
 from rollouts.engine_checks import check_prompt, check_scored
+from rollouts.engine_sleep import SleepState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,7 @@ class ScriptedEngine:
         self._vocab_size = vocab_size
         self._capacity = capacity
         self._running = 0
+        self._sleep = SleepState()
         self._policy = policy
         self.policy_version = policy_version
         self.prompts: list[tuple[int, ...]] = []
@@ -73,6 +75,7 @@ class ScriptedEngine:
             ValueError: also when the answer neither holds a stop id nor fills `max_tokens`; no engine ends so.
         """
         check_prompt(prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._vocab_size)
+        self._sleep.check_can_sample()
         call, version = len(self.prompts), self.policy_version
         self.prompts.append(tuple(prompt_ids))
         answer, finish_reason = _cut(self._answer(call, tuple(prompt_ids)), params)
@@ -96,12 +99,24 @@ class ScriptedEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `Engine.score`: what `logprobs` says of tokens 1 to n-1."""
         check_scored(token_ids, max_context_tokens=self._max_context_tokens, vocab_size=self._vocab_size)
+        self._sleep.check_can_sample()
         rest = list(token_ids[1:])
         return list(self._logprobs(rest)) if callable(self._logprobs) else [self._logprobs] * len(rest)
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
         """Take the version; there are no weights."""
+        self._sleep.check_can_load()
+        self._sleep.weights_arrived()
         self.policy_version = policy_version
+
+    async def sleep(self, *, keep_weights: bool = True) -> bool:
+        """See `Engine.sleep`; there is no memory to free."""
+        self._sleep.fall_asleep(keep_weights=keep_weights, requests=self._running)
+        return False
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._sleep.wake()
 
     async def close(self) -> None:
         """Nothing to close."""

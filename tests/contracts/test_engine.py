@@ -19,6 +19,7 @@ from tests.rollouts.tiny_llama import (
     MAX_CONTEXT,
     VOCAB_SIZE,
     make_llama,
+    reference_completion,
     reference_greedy,
     reference_logprobs,
     save_llama,
@@ -164,6 +165,47 @@ def test_case_c05_logprobs_are_those_of_the_distribution_sampled_from(
     assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
 
 
+ALTERED: list[dict[str, float]] = [
+    {"top_k": 7},
+    {"top_p": 0.6},
+    {"min_p": 0.05},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.8},
+    {"temperature": 1.3, "top_k": 40, "min_p": 0.01, "top_p": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {
+        "temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.02,
+        "repetition_penalty": 1.1, "presence_penalty": -0.3, "frequency_penalty": 0.6,
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("altered", ALTERED, ids=lambda altered: "+".join(altered))
+def test_case_c07_logprobs_are_of_what_cuts_and_penalties_leave(engine: Engine, altered: dict[str, float]) -> None:
+    prompt, params = some_prompt(7), sampling(60, seed=11, **altered)
+    completion = run_one(engine, prompt, params)
+    expected = reference_completion(make_llama(OLD), prompt, completion.token_ids, params)
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_altered_requests_share_a_batch_and_stay_themselves(engine: Engine) -> None:
+    requests = [(some_prompt(i), sampling(20 + i, seed=i, **altered)) for i, altered in enumerate([{}, *ALTERED])]
+    alone = [run_one(engine, prompt, params) for prompt, params in requests]
+    together = asyncio.run(sample_all(engine, requests * 2))
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone] * 2
+    for (prompt, params), completion in zip(requests, together, strict=False):
+        expected = reference_completion(make_llama(OLD), prompt, completion.token_ids, params)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_penalties_count_at_temperature_0(engine: Engine) -> None:
+    plain = run_one(engine, some_prompt(3), sampling(30, temperature=0.0))
+    altered = run_one(engine, some_prompt(3), sampling(30, temperature=0.0, frequency_penalty=2.0))
+    assert len(set(altered.token_ids)) > len(set(plain.token_ids))
+
+
 def test_temperature_0_is_greedy_with_the_logprobs_of_temperature_1(engine: Engine) -> None:
     prompt, model = some_prompt(3), make_llama(OLD)
     completion = run_one(engine, prompt, sampling(temperature=0.0))
@@ -240,6 +282,77 @@ def test_case_c11_weights_that_do_not_fit_are_refused_and_change_nothing(engine:
     assert engine.policy_version == OLD
     scores = asyncio.run(engine.score(some_prompt(6)))
     assert scores == pytest.approx(reference_logprobs(make_llama(OLD), some_prompt(6)), abs=1e-4)
+
+
+def test_an_engine_tells_its_load(any_engine: Engine) -> None:
+    capacity = any_engine.load.capacity
+
+    async def watch() -> list[tuple[int, int]]:
+        calls = [
+            asyncio.create_task(any_engine.generate(f"c{i}", some_prompt(i), sampling(20, seed=i)))
+            for i in range(capacity + 3)
+        ]
+        seen = []
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0)
+            load = any_engine.load
+            assert load.running + load.waiting == sum(not call.done() for call in calls)
+            seen.append((load.running, load.waiting))
+        return seen
+
+    seen = asyncio.run(watch())
+    assert max(running for running, _ in seen) <= capacity
+    assert max(waiting for _, waiting in seen) >= 3
+    assert (any_engine.load.running, any_engine.load.waiting) == (0, 0)
+
+
+def test_a_sleeping_engine_samples_nothing_and_wakes_as_it_was(any_engine: Engine) -> None:
+    prompt, params = some_prompt(8), sampling(temperature=0.0)
+
+    async def sleep_between() -> tuple[Completion, Completion]:
+        before = await any_engine.generate("c", prompt, params)
+        for _ in range(2):  # asleep already, it stays so
+            await any_engine.sleep()
+            with pytest.raises(EngineError, match="asleep: call wake"):
+                await any_engine.generate("c", prompt, params)
+            with pytest.raises(EngineError, match="asleep: call wake"):
+                await any_engine.score(prompt)
+            with pytest.raises(EngineError, match="asleep: call wake"):
+                await any_engine.load_weights(make_llama(OLD).state_dict(), OLD)
+        for _ in range(2):
+            await any_engine.wake()
+        return before, await any_engine.generate("c", prompt, params)
+
+    before, after = asyncio.run(sleep_between())
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
+def test_case_c34_an_engine_that_slept_without_its_weights_samples_only_after_new_ones(engine: Engine) -> None:
+    prompt, params, new = some_prompt(8), sampling(temperature=0.0), make_llama(NEW)
+
+    async def cycle() -> Completion:
+        await engine.sleep(keep_weights=False)
+        await engine.sleep()  # what is gone is gone
+        await engine.wake()
+        with pytest.raises(EngineError, match="load_weights before it samples"):
+            await engine.generate("c", prompt, params)
+        with pytest.raises(EngineError, match="load_weights before it samples"):
+            await engine.score(prompt)
+        await engine.load_weights(new.state_dict(), NEW)
+        return await engine.generate("c", prompt, params)
+
+    assert asyncio.run(cycle()).token_ids == reference_greedy(new, prompt, 12)
+
+
+def test_an_engine_does_not_fall_asleep_while_a_request_runs(any_engine: Engine) -> None:
+    async def sleep_meanwhile() -> Completion:
+        running = asyncio.create_task(any_engine.generate("c", some_prompt(0), sampling(200)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="sleep while 1 requests run"):
+            await any_engine.sleep()
+        return await running
+
+    assert len(asyncio.run(sleep_meanwhile()).token_ids) == 200
 
 
 def test_a_cancelled_request_leaves_the_engine_usable(engine: Engine) -> None:

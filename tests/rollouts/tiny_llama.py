@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from data.types import SamplingParams
 
 VOCAB_SIZE = 600
 MAX_CONTEXT = 384
@@ -61,3 +65,34 @@ def reference_greedy(model: LlamaForCausalLM, prompt_ids: Sequence[int], count: 
 
 def some_prompt(number: int, length: int = 20) -> list[int]:
     return [3 + (number * 131 + position * 17 + position * position) % (VOCAB_SIZE - 3) for position in range(length)]
+
+
+def reference_completion(
+    model: LlamaForCausalLM, prompt_ids: Sequence[int], sampled_ids: Sequence[int], params: SamplingParams
+) -> list[float]:
+    """Logprobs of a completion under all of `params` but the grammar, token by token in plain Python."""
+    ids = [*prompt_ids, *sampled_ids]
+    with torch.no_grad():
+        rows = model(torch.tensor([ids])).logits[0, len(prompt_ids) - 1 : -1].double().tolist()
+    return [
+        _reference_token(row, token, prompt_ids, sampled_ids[:place], params)
+        for place, (row, token) in enumerate(zip(rows, sampled_ids, strict=True))
+    ]
+
+
+def _reference_token(
+    logits: list[float], token: int, prompt_ids: Sequence[int], before: Sequence[int], params: SamplingParams
+) -> float:
+    for seen in {*prompt_ids, *before}:
+        logits[seen] *= params.repetition_penalty if logits[seen] < 0 else 1 / params.repetition_penalty
+    for sampled, times in Counter(before).items():
+        logits[sampled] -= params.frequency_penalty * times + params.presence_penalty
+    weights = {i: math.exp((logit - max(logits)) / params.temperature) for i, logit in enumerate(logits)}
+    weights = {i: weight for i, weight in weights.items() if weight >= params.min_p}  # the largest weight is 1
+    if params.top_k:
+        weights = dict(sorted(weights.items(), key=lambda item: -item[1])[: params.top_k])
+    kept, total = {}, 0.0
+    for i, weight in sorted(weights.items(), key=lambda item: -item[1]):
+        if total < params.top_p * sum(weights.values()):  # the token that crosses the border stays
+            kept[i], total = weight, total + weight
+    return math.log(kept[token] / total)
