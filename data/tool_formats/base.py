@@ -1,4 +1,32 @@
-"""The contract of a tool-call format: the text of an assistant turn → its thinking, its prose and its calls."""
+"""The contract of a tool-call format: the text of an assistant turn → its thinking, its prose and its calls.
+
+One rule book for all formats. The same rules read a rollout, check a demonstration and score a reward.
+
+Whole or nothing
+    A call is a `ToolCall` when it is written exactly as the format says; else it is a `CallError`, the line that the
+    model reads as that call's result. No text raises, no call is dropped, order is kept, and a broken call takes no
+    other with it. Nothing is repaired: a policy that is trained learns the form that others will read.
+Names and schemas
+    Any string is a name. Whether the tool exists and the arguments fit its schema is the environment's to answer
+    (`envs.tools.call_error`); it is no matter of the form.
+Arguments
+    An object. Missing: `{}`. `null`, a list, or an object written as a JSON string: a `CallError`. So is a key that
+    stands twice, one that the format does not know, a number that is not finite or has thousands of digits, and what
+    is nested more than 64 deep. Half a surrogate pair becomes U+FFFD. The same call twice is two calls.
+Markers inside values
+    A marker, bracket, quote or fence inside a string ends nothing.
+Thinking
+    Between its markers, or from the turn's start where the prompt opened it. It ends at its closing marker alone: what
+    looks like a call before that is something the model considered. (vLLM lets Qwen's `<tool_call>` end thinking; a
+    call that was only weighed must not be run.) Where it never ends, the turn is `thinking_open`.
+Cut turns
+    After the finish reason "length", calls that were whole before the cut stay, and the one that was cut is neither a
+    call nor an error; its text is left out.
+Other forms
+    A turn without a call in the own format, that writes one in another (JSON in a fence or bare, another family's
+    markers) is answered with a `CallError` too; else a drift of the form would pass for a final answer. It must name a
+    known tool; JSON may name any where no tools are given. A fence of another language than JSON is prose.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +53,7 @@ class ParsedTurn:
     content: its prose, without thinking and calls.
     calls: in order, readable or not.
     thinking: what it thought, without markers.
-    thinking_open: it ended before its thinking did; then it has neither prose nor calls.
+    thinking_open: it ended inside its thinking; only what stood before that is prose or a call.
     """
 
     content: str
@@ -37,7 +65,8 @@ class ParsedTurn:
 class ToolFormat(Protocol):
     """Reads one family's way of writing tool calls."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def parse(
         self,

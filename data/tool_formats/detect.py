@@ -1,0 +1,58 @@
+"""Which tool-call format does a model write? By name, or by what its chat template and its tokens say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from data.tool_formats.base import ToolFormat
+from data.tool_formats.hermes import HERMES
+from data.tool_formats.llama3_json import LLAMA3_JSON
+from data.tool_formats.mistral import MISTRAL
+from data.tool_formats.pythonic import PYTHONIC
+from data.tool_formats.qwen3_coder import QWEN3_CODER
+from data.tool_formats.react import ReactFormat
+from data.tool_formats.turn import TextFormat
+
+_GRAMMARS = (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    **{own.name: TextFormat(own, [other for other in _GRAMMARS if other is not own]) for own in _GRAMMARS},
+    "react": ReactFormat(_GRAMMARS),
+}
+"""Every format by its name."""
+
+# What only one format writes, the most telling first: Qwen3-Coder's template holds Hermes' tag too.
+_SIGNS = (
+    ("<function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("[func_name", "pythonic"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": ', "llama3_json"),
+)
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in TOOL_FORMATS:
+        raise ValueError(f"tool format {name!r} is unknown; formats: {', '.join(TOOL_FORMATS)}")
+    return TOOL_FORMATS[name]
+
+
+def detect_tool_format(template: str, control_tokens: Collection[str]) -> ToolFormat:
+    """The format that a chat template writes; where it writes none, the one that the tokenizer has tokens for; else
+    Hermes.
+
+    >>> detect_tool_format("{{ '[TOOL_CALLS]' + calls }}", ()).name
+    'mistral'
+    """
+    for written in (template, "\n".join(control_tokens)):
+        for sign, name in _SIGNS:
+            if sign in written:
+                return TOOL_FORMATS[name]
+    return TOOL_FORMATS["hermes"]

@@ -1,0 +1,81 @@
+"""Llama 3's calls: JSON objects, bare or behind `<|python_tag|>`, in a row or with prose around.
+
+    {"name": "lookup", "parameters": {"key": "area of Paris"}}; {"name": "now", "parameters": {}}
+
+There is no marker, so an object is a call when it can be nothing else: it has a name and arguments (`arguments` is
+understood too, as vLLM does), or it names a known tool, or the tag stands before it. Other objects are prose, and so is
+a fence of another language than JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from data.tool_formats.json_calls import as_call, json_end, read_json
+from data.tool_formats.turn import Block, Grammar, Malformed, Reading, rest_of_block, schema_tag, skip_blank, tool_tags
+from envs.types import ToolSpec
+
+_TAG = "<|python_tag|>"
+_KEYS = ("parameters", "arguments")
+_ENVELOPE = {"name", "id", "call_id", "type", *_KEYS}
+_HEAD = re.compile(r'\{\s*"name"\s*:')
+_NEXT = re.compile(f"{_HEAD.pattern}|{re.escape(_TAG)}")
+# A fence of another language is skipped whole; one of JSON belongs to the object in it.
+_OPENER = re.compile(
+    r"(?P<other>```(?!(?:json|tool_calls?)\b)[\w+-]+[^\n]*\n.*?(?:```|\Z))"
+    rf"|(?P<tag>{re.escape(_TAG)})|(?P<fence>```(?:json|tool_calls?)?\s*(?=\{{))?\{{",
+    re.DOTALL,
+)
+_END_OF_FENCE, _SEPARATOR = re.compile(r"\s*```"), re.compile(r"\s*;")
+
+
+def _read(reading: Reading, found: re.Match[str]) -> Block:
+    text = reading.text
+    if found["other"]:
+        return Block((), found.end(), is_prose=True)
+    start = skip_blank(text, found.end()) if found["tag"] else found.end() - 1
+    try:
+        value, end = read_json(text, start)
+    except Malformed as error:
+        return _broken(reading, start, error, tagged=bool(found["tag"]))
+    if not found["tag"] and not _is_call(value, reading.tools):
+        return Block((), end, is_prose=True)
+    more = (_END_OF_FENCE if found["fence"] else _SEPARATOR).match(text, end)
+    return Block((as_call(value, _KEYS),), more.end() if more else end)
+
+
+def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
+    if any(key in value for key in _KEYS) and ("name" in value or value.keys() <= _ENVELOPE):
+        return True
+    return any(tool.name == value.get("name") for tool in tools)
+
+
+def _broken(reading: Reading, start: int, error: Malformed, *, tagged: bool) -> Block:
+    """What cannot be read: a call where it begins like one, else prose up to where it went wrong."""
+    end = json_end(reading.text, start)
+    block = rest_of_block(reading, error, end=end, opener=_NEXT)
+    body = reading.text[start : block.end]
+    words = (*_KEYS, *(tool.name for tool in reading.tools))
+    if tagged or (_HEAD.match(body) and (error.at_end or any(f'"{word}"' in body for word in words))):
+        return block
+    return Block((), max(error.place, start + 1), is_prose=True)
+
+
+def _tags(tools: Sequence[ToolSpec]) -> dict[str, Any]:
+    def begin(tool: ToolSpec) -> str:
+        return f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "parameters": '
+
+    return tool_tags('{"name": ', [schema_tag(begin(tool), tool, "}") for tool in tools])
+
+
+LLAMA3_JSON = Grammar(
+    name="llama3_json",
+    how_to='{"name": "TOOL", "parameters": {...}}',
+    opener=_OPENER,
+    read=_read,
+    tags=_tags,
+    is_bare_json=True,
+)

@@ -1,0 +1,85 @@
+"""Pythonic calls, as Llama 3.2, Llama 4, ToolACE and LFM2 write them: a list of calls with named arguments.
+
+    [lookup(key="area of Paris"), now()]
+
+A list is a call where it begins a line or names a known tool; other brackets are prose. LFM2's `<|tool_call_start|>`
+and Llama's `<|python_tag|>` may stand before it. A list that cannot be read ends with its line.
+"""
+
+from __future__ import annotations
+
+import re
+
+from data.tool_formats.python_calls import bracket_end, read_arguments
+from data.tool_formats.turn import Bad, Block, Call, Grammar, Malformed, Reading, rest_of_block
+
+_NAME = r"[^\W\d][\w.-]*"
+_MARK = r"<\|(?:tool_call_start|python_tag)\|>"
+_OPENER = re.compile(
+    rf"(?P<mark>{_MARK}(?:\s*\[)?)|\[(?=\s*(?P<listed>{_NAME})\s*\()|^[ \t]*(?P<bare>{_NAME})\(", re.MULTILINE
+)
+_NEXT = re.compile(rf"{_MARK}|^[ \t]*\[\s*{_NAME}\s*\(", re.MULTILINE)
+_CALL = re.compile(rf"({_NAME})\s*\(")
+_MAYBE_CALL = re.compile(rf"(?:{_NAME}\s*)?\Z")
+_BETWEEN = re.compile(r"(?:\s|#[^\n]*)*")
+_END_MARK = re.compile(r"\s*<\|tool_call_end\|>")
+
+
+def _read(reading: Reading, found: re.Match[str]) -> Block:
+    text, calls = reading.text, list[Call | Bad]()
+    if not _begins_call(reading, found):
+        return Block((), found.end(), is_prose=True)
+    try:
+        end = _read_list(text, found, calls)
+    except Malformed as error:
+        line_end = text.find("\n", error.place)
+        end = None if error.at_end else line_end if line_end >= 0 else len(text)
+        return rest_of_block(reading, error, before=calls, end=end, opener=_NEXT)
+    end_mark = _END_MARK.match(text, end)
+    return Block(tuple(calls), end_mark.end() if end_mark else end)
+
+
+def _begins_call(reading: Reading, found: re.Match[str]) -> bool:
+    if found["mark"] or any(tool.name in (found["listed"], found["bare"]) for tool in reading.tools):
+        return True
+    line_before = reading.text[: found.start()].rpartition("\n")[2]
+    return bool(found["listed"]) and not line_before.strip()
+
+
+def _read_list(text: str, found: re.Match[str], calls: list[Call | Bad]) -> int:
+    """Add the calls of a list to `calls`; the place behind its bracket."""
+    place = found.end()
+    if text[place - 1] != "[":
+        raise Malformed("calls stand in a list, [...]", place, at_end=not text[place:].strip())
+    while True:
+        place = _behind_blanks(text, place)
+        if text.startswith("]", place) and calls:
+            return place + 1
+        opening = _CALL.match(text, place)
+        if not opening:
+            raise Malformed("a call must stand in the list", place, at_end=bool(_MAYBE_CALL.match(text, place)))
+        end = bracket_end(text, opening.end() - 1)
+        calls.append(_call(opening[1], text[opening.end() : end - 1]))
+        place = _behind_blanks(text, end)
+        if text.startswith(",", place):
+            place += 1
+        elif not text.startswith("]", place):
+            raise Malformed("',' or ']' must follow a call in the list", place, at_end=place == len(text))
+
+
+def _call(name: str, arguments: str) -> Call | Bad:
+    try:
+        positional, named = read_arguments(arguments)
+    except ValueError as error:
+        return Bad(str(error))
+    return Bad("every argument needs its name") if positional else Call(name, named)
+
+
+def _behind_blanks(text: str, start: int) -> int:
+    """The place behind blanks and comments."""
+    found = _BETWEEN.match(text, start)
+    assert found
+    return found.end()
+
+
+PYTHONIC = Grammar(name="pythonic", how_to='[TOOL(name="value", ...)]', opener=_OPENER, read=_read)

@@ -1,0 +1,118 @@
+"""Qwen3-Coder's XML, which Qwen3.5 and Nemotron 3 write too: a tag for the function, one for each parameter.
+
+    <tool_call>
+    <function=post>
+    <parameter=zip>
+    02134
+    </parameter>
+    </function>
+    </tool_call>
+
+Values are plain text; `values.typed` says which type they have. Nothing in them is escaped, so a value ends at the
+first `</parameter>` behind which the structure goes on, and one line break at either end belongs to the tags. A value
+cannot hold what would be structure in its own place: `</parameter>` before another tag, or a line that begins with
+`<parameter=`. The function's tags may stand alone, and several in one `<tool_call>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from data.tool_formats.turn import (
+    Bad,
+    Block,
+    Call,
+    Grammar,
+    Malformed,
+    Reading,
+    behind,
+    rest_of_block,
+    schema_tag,
+    shown,
+    skip_blank,
+    tool_tags,
+)
+from data.tool_formats.values import NotGiven, typed
+from envs.types import ToolSpec
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BEGIN = "<function="
+_OPENER = re.compile(f"{_OPEN}|{_BEGIN}")
+_FUNCTION = re.compile(r"<function=([^>\n]*)>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]*)>")
+_END, _FUNCTION_END = "</parameter>", "</function>"
+_STRUCTURAL_END = re.compile(rf"{_END}(?=\s*(?:<parameter=|{_FUNCTION_END}|{_CLOSE}))")
+_NEVER_CLOSED = re.compile(rf"\n\s*<parameter=|{_FUNCTION_END}\s*{_CLOSE}")
+
+
+def _read(reading: Reading, found: re.Match[str]) -> Block:
+    text, wrapped = reading.text, found[0] == _OPEN
+    calls: list[Call | Bad] = []
+    place = found.end() if wrapped else found.start()
+    try:
+        while True:
+            call, place = _read_function(text, place, reading.tools)
+            following = skip_blank(text, place)
+            if not wrapped:
+                return Block((call,), place)
+            if text.startswith(_CLOSE, following):
+                return Block((*calls, call), following + len(_CLOSE))
+            if not text.startswith(_BEGIN, following):
+                raise Malformed(f"{_CLOSE} must follow {_FUNCTION_END}", place)
+            calls.append(call)
+            place = following
+    except Malformed as error:
+        end = behind(text, _CLOSE if wrapped else _FUNCTION_END, error.place)
+        return rest_of_block(reading, error, before=calls, end=end, opener=_OPENER)
+
+
+def _read_function(text: str, start: int, tools: Sequence[ToolSpec]) -> tuple[Call, int]:
+    start = skip_blank(text, start)
+    opening = _FUNCTION.match(text, start)
+    if not opening:
+        begun = len(_BEGIN) if text.startswith(_BEGIN, start) else 0
+        raise Malformed(f"<function=TOOL> must come first, not {shown(text[start:])}", start + begun)
+    tool = next((tool for tool in tools if tool.name == opening[1]), None)
+    arguments: dict[str, Any] = {}
+    place = skip_blank(text, opening.end())
+    while not text.startswith(_FUNCTION_END, place):
+        parameter, value, place = _read_parameter(text, place)
+        if parameter in arguments:
+            raise Malformed(f"the parameter {shown(parameter)} stands twice", place)
+        arguments[parameter] = typed(value, tool, parameter)
+        place = skip_blank(text, place)
+    given = {parameter: value for parameter, value in arguments.items() if value is not NotGiven}
+    return Call(opening[1], given), place + len(_FUNCTION_END)
+
+
+def _read_parameter(text: str, start: int) -> tuple[str, str, int]:
+    """The parameter at `start`, its text, and the place behind it."""
+    opening = _PARAMETER.match(text, start)
+    if not opening:
+        rest = text[start:]
+        reason = f"<parameter=NAME> or {_FUNCTION_END} must stand where {shown(rest)} does"
+        raise Malformed(reason, start, at_end=not rest)
+    name, begin = opening[1], opening.end()
+    end = _STRUCTURAL_END.search(text, begin)
+    if end and not _NEVER_CLOSED.search(text, begin, end.start()):
+        return name, text[begin : end.start()].removeprefix("\n").removesuffix("\n"), end.end()
+    close = text.find(_END, begin)
+    if end or close < 0:
+        raise Malformed(f"{_END} must follow the value of {shown(name)}", begin, at_end=not end)
+    raise Malformed(f"{_FUNCTION_END} must follow the parameters", close + len(_END), at_end=True)
+
+
+def _tags(tools: Sequence[ToolSpec]) -> dict[str, Any]:
+    end = f"\n{_FUNCTION_END}\n{_CLOSE}"
+    return tool_tags(_OPEN, [schema_tag(f"{_OPEN}\n<function={tool.name}>\n", tool, end, "qwen_xml") for tool in tools])
+
+
+QWEN3_CODER = Grammar(
+    name="qwen3_coder",
+    how_to=f"{_OPEN}<function=TOOL><parameter=NAME>VALUE{_END}{_FUNCTION_END}{_CLOSE}",
+    opener=_OPENER,
+    read=_read,
+    tags=_tags,
+)

@@ -1,0 +1,263 @@
+"""How any format reads a turn: thinking and prose here, calls by the format's own grammar, ids and errors here again.
+
+A format is a `Grammar`: what opens a call, and a function that reads the block behind that. `TextFormat` makes a
+`ToolFormat` of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from data.jsonl import plain_json
+from data.tool_formats.base import CallError, ParsedTurn
+from data.types import FinishReason
+from envs.types import ToolCall, ToolSpec
+
+_SHOWN = 24
+"""Characters of the model's text that a reason repeats."""
+_BLANK = re.compile(r"\s*")
+
+
+class Call(NamedTuple):
+    """A call that could be read."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Bad(NamedTuple):
+    """A call that could not be read, and why."""
+
+    reason: str
+
+
+class Malformed(Exception):
+    """What is wrong with a call, the place up to which the text could be read, and whether more text could have made it
+    right."""
+
+    def __init__(self, reason: str, place: int, *, at_end: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.place = place
+        self.at_end = at_end
+
+
+class Reading(NamedTuple):
+    """A turn's text, the tools that it may call, and whether it was cut."""
+
+    text: str
+    tools: Sequence[ToolSpec]
+    was_cut: bool
+
+
+class Block(NamedTuple):
+    """What stands at an opener, and the place behind it. Prose: it was no call after all."""
+
+    calls: tuple[Call | Bad, ...]
+    end: int
+    is_prose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """One family's way of writing calls.
+
+    how_to: the form, as an error tells it.
+    opener: what may begin a call.
+    read: the block behind a match of `opener`.
+    tags: xgrammar's format of free text with calls in it; None where there is none.
+    is_bare_json: its calls have no marker; they are found by what they say.
+    thinking: pairs of markers.
+    """
+
+    name: str
+    how_to: str
+    opener: re.Pattern[str]
+    read: Callable[[Reading, re.Match[str]], Block]
+    tags: Callable[[Sequence[ToolSpec]], dict[str, Any]] | None = None
+    is_bare_json: bool = False
+    thinking: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+
+
+class TextFormat:
+    """The `ToolFormat` of a grammar.
+
+    Args:
+        others: the grammars in which a model may write a call by mistake.
+    """
+
+    def __init__(self, grammar: Grammar, others: Sequence[Grammar]) -> None:
+        self.name = grammar.name
+        self._grammar = grammar
+        self._others = others
+
+    def parse(
+        self,
+        text: str,
+        *,
+        call_id_prefix: str,
+        finish_reason: FinishReason,
+        tools: Sequence[ToolSpec] = (),
+        in_thinking: bool = False,
+    ) -> ParsedTurn:
+        reading = Reading(plain_json(text), tools, was_cut=finish_reason == "length")
+        draft = read_turn(reading, self._grammar, in_thinking=in_thinking)
+        if not reading.was_cut and not draft.calls and not draft.thinking_open:
+            draft.calls += calls_elsewhere(draft.content, self._others, tools)
+        return draft.finished(call_id_prefix, self._grammar.how_to)
+
+    def structural_tag(self, tools: Sequence[ToolSpec]) -> str | None:
+        if not tools or self._grammar.tags is None:
+            return None
+        return json.dumps({"type": "structural_tag", "format": self._grammar.tags(tools)}, ensure_ascii=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A turn that is being read."""
+
+    prose: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Call | Bad] = field(default_factory=list)
+    thinking_open: bool = False
+
+    @property
+    def content(self) -> str:
+        return "".join(self.prose).strip()
+
+    def think(self, text: str, start: int, closer: str) -> int:
+        """Take the thinking that begins at `start`; the place behind it."""
+        end = text.find(closer, start)
+        self.thinking_open = end < 0
+        thought = text[start:] if end < 0 else text[start:end]
+        self.thoughts += [thought.strip()] if thought.strip() else []
+        return len(text) if end < 0 else end + len(closer)
+
+    def finished(self, call_id_prefix: str, how_to: str) -> ParsedTurn:
+        """The turn, its calls with their ids."""
+        calls = []
+        for number, call in enumerate(self.calls):
+            call_id = f"{call_id_prefix}_{number}"
+            if isinstance(call, Call):
+                calls.append(ToolCall(call_id=call_id, name=call.name, arguments=call.arguments))
+            else:
+                line = f"error: malformed tool call: {call.reason}; write {how_to}"
+                calls.append(CallError(call_id=call_id, text=line))
+        return ParsedTurn(
+            content=self.content,
+            calls=tuple(calls),
+            thinking="\n".join(self.thoughts),
+            thinking_open=self.thinking_open,
+        )
+
+
+def read_turn(reading: Reading, grammar: Grammar, *, in_thinking: bool = False) -> Draft:
+    """A turn in one format, whatever stands in it."""
+    text = reading.text
+    draft = Draft()
+    closers = dict(grammar.thinking)
+    openers = "|".join(map(re.escape, closers))
+    marker = re.compile(f"(?P<think>{openers})|{grammar.opener.pattern}", grammar.opener.flags)
+    place = begin_thinking(draft, text, grammar.thinking) if in_thinking else 0
+    while found := marker.search(text, place):
+        draft.prose.append(text[place : found.start()])
+        if found["think"]:
+            place = draft.think(text, found.end(), closers[found["think"]])
+            continue
+        block = grammar.read(reading, found)
+        assert block.end > found.start()
+        place = block.end
+        draft.calls += block.calls
+        if block.is_prose:
+            draft.prose.append(text[found.start() : place])
+    draft.prose.append(text[place:])
+    return draft
+
+
+def begin_thinking(draft: Draft, text: str, markers: Sequence[tuple[str, str]]) -> int:
+    """Take the thinking that the prompt opened, with whichever marker; the place behind it."""
+    opener, closer = min(markers, key=lambda pair: len(text.partition(pair[1])[0]))
+    start = skip_blank(text, 0)
+    return draft.think(text, start + len(opener) if text.startswith(opener, start) else 0, closer)
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Whether a prompt ends inside thinking: its last words are the opening marker.
+
+    >>> opens_thinking("<|im_start|>assistant\\n<think>\\n"), opens_thinking("<think>\\n\\n</think>\\n\\n")
+    (True, False)
+    """
+    return prompt.rstrip().endswith(("<think>", "[THINK]"))
+
+
+def calls_elsewhere(content: str, grammars: Sequence[Grammar], tools: Sequence[ToolSpec]) -> list[Call | Bad]:
+    """One `Bad` for each call that `content` writes in another format."""
+    names = {tool.name for tool in tools}
+    for grammar in grammars:
+        found: list[Call | Bad] = []
+        for call in read_turn(Reading(content, tools, was_cut=False), grammar).calls:
+            if isinstance(call, Call) and (call.name in names or (grammar.is_bare_json and not names)):
+                found.append(Bad(f"the call of {shown(call.name)} is not in the form that is read here"))
+            elif isinstance(call, Bad) and grammar.is_bare_json:
+                found.append(call)
+        if found:
+            return found
+    return []
+
+
+def rest_of_block(
+    reading: Reading,
+    error: Malformed,
+    *,
+    before: Sequence[Call | Bad] = (),
+    end: int | None,
+    opener: re.Pattern[str],
+) -> Block:
+    """The rest of a block that cannot be read: up to `end`, where its own marker or bracket closes it, but not beyond
+    the next opener, which begins a call of its own. Openers before `error.place` are parts of strings.
+
+    Args:
+        before: the calls of the block that could be read.
+    """
+    following = opener.search(reading.text, error.place)
+    ends = [place for place in (end, following.start() if following else None) if place is not None]
+    if reading.was_cut and (error.at_end or not ends):
+        return Block(tuple(before), len(reading.text))
+    return Block((*before, Bad(error.reason)), min(ends, default=len(reading.text)))
+
+
+def behind(text: str, closer: str, start: int) -> int | None:
+    """The place behind the next `closer`, if there is one."""
+    place = text.find(closer, start)
+    return None if place < 0 else place + len(closer)
+
+
+def skip_blank(text: str, start: int) -> int:
+    """The place of the next character that is no white space."""
+    found = _BLANK.match(text, start)
+    assert found
+    return found.end()
+
+
+def shown(text: str) -> str:
+    """The beginning of what the model wrote, in quotes and on one line.
+
+    >>> shown("a\\nb")
+    "'a\\\\nb'"
+    """
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
+
+
+def tool_tags(trigger: str, tags: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """xgrammar's free text in which `trigger` must begin one of `tags`."""
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": list(tags)}
+
+
+def schema_tag(begin: str, tool: ToolSpec, end: str, style: str = "json") -> dict[str, Any]:
+    """xgrammar's tag of one tool's arguments between two texts."""
+    content = {"type": "json_schema", "json_schema": dict(tool.parameters), "style": style}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}

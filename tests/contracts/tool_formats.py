@@ -1,0 +1,159 @@
+"""Every tool-call format beside a writer of its own: what the contract suite tries them with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from envs.types import ToolCall, ToolSpec
+
+Call = tuple[str, dict[str, Any]]
+
+
+class Family(NamedTuple):
+    """A format by name, how a model of it writes calls, and what can go between two of them.
+
+    joined: a turn's calls are one text (a list); prose can only stand around it.
+    broken: calls that cannot be read, each of which must give one error.
+    """
+
+    format: str
+    write: Callable[[Sequence[Call]], str]
+    broken: tuple[str, ...]
+    joined: bool = False
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _hermes(calls: Sequence[Call]) -> str:
+    blocks = (_json({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
+
+
+def _qwen3_coder(calls: Sequence[Call]) -> str:
+    """As the family's chat template writes them: text as it is, lists and mappings as JSON, the rest as Python does."""
+
+    def value(one: Any) -> str:
+        return one if isinstance(one, str) else _json(one) if isinstance(one, list | dict) else str(one)
+
+    def block(name: str, arguments: dict[str, Any]) -> str:
+        lines = [f"<parameter={key}>\n{value(one)}\n</parameter>" for key, one in arguments.items()]
+        return "\n".join(["<tool_call>", f"<function={name}>", *lines, "</function>", "</tool_call>"])
+
+    return "\n".join(block(name, arguments) for name, arguments in calls)
+
+
+def _llama3_json(calls: Sequence[Call]) -> str:
+    return "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in calls)
+
+
+def _pythonic(calls: Sequence[Call]) -> str:
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+    return f"[{', '.join(one(name, arguments) for name, arguments in calls)}]"
+
+
+def _mistral_list(calls: Sequence[Call]) -> str:
+    return "[TOOL_CALLS] " + _json([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def _mistral_named(calls: Sequence[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}" for name, arguments in calls)
+
+
+def _react(calls: Sequence[Call]) -> str:
+    return "\n".join(f"Action: {name}({_json(arguments)})" for name, arguments in calls)
+
+
+FAMILIES = (
+    Family(
+        "hermes", _hermes, ('<tool_call>\n{"name": "f", "arguments": {,}}\n</tool_call>', "<tool_call></tool_call>")
+    ),
+    Family(
+        "qwen3_coder",
+        _qwen3_coder,
+        (
+            "<tool_call>\n<function=f>\n<parameter=x>1</parameter>\n</tool_call>",
+            '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        ),
+    ),
+    Family("llama3_json", _llama3_json, ('{"name": "f", "parameters": {,}}', '{"name": "f", "parameters": [1]}')),
+    Family("pythonic", _pythonic, ("[f(x=1, x=2)]", "[f(x=g(1))]", "[f(1)]"), joined=True),
+    Family("mistral", _mistral_list, ('[TOOL_CALLS] [{"name": "f"; "arguments": {}}]', "[TOOL_CALLS] []"), joined=True),
+    Family("mistral", _mistral_named, ("[TOOL_CALLS]f[ARGS]{,}", '[TOOL_CALLS]{"name": 1}')),
+    Family("react", _react, ("Action: f(x=)", "Action: call f", "Action: f(x=y)")),
+)
+
+# What stands in values: words, and what any format could take for its own structure.
+MARKS = (
+    "</tool_call>", "<tool_call>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
+    "<|python_tag|>", '"}}', ")]", "]", "{", "\\", "'", '"', "```json\n{", "# no comment", "\n", "; ", "Action: f()",
+    "\nObservation: 5", "\nFinal answer: 1", "02134", "True", "null", "\U0001f378", " ",
+)  # fmt: skip
+texts = st.lists(st.sampled_from(MARKS) | st.text(max_size=6), max_size=4).map("".join)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
+    "string": texts,
+    "integer": st.integers(-(10**20), 10**20),
+    "number": numbers,
+    "boolean": st.booleans(),
+    "array": st.lists(values, max_size=3),
+    "object": st.dictionaries(texts, values, max_size=3),
+}
+names = st.from_regex(r"[a-z_]{1,6}(\.[a-z]{1,4})?", fullmatch=True)
+parameters = st.from_regex(r"[a-z]{1,5}", fullmatch=True) | st.sampled_from(["from", "class", "name", "arguments"])
+
+
+@st.composite
+def tools(draw: st.DrawFn) -> list[ToolSpec]:
+    """One to three tools, each parameter of a type of its own."""
+
+    def tool(name: str) -> ToolSpec:
+        properties = {
+            one: {"type": draw(st.sampled_from(sorted(BY_TYPE)))} for one in draw(st.sets(parameters, max_size=4))
+        }
+        return ToolSpec(name=name, description="", parameters={"type": "object", "properties": properties})
+
+    return [tool(name) for name in sorted(draw(st.sets(names, min_size=1, max_size=3)))]
+
+
+@st.composite
+def conversations(draw: st.DrawFn, max_calls: int = 3) -> tuple[list[ToolSpec], list[Call]]:
+    """Tools, and calls of them with some of their arguments."""
+    known = draw(tools())
+
+    def call(tool: ToolSpec) -> Call:
+        given = [one for one in tool.parameters["properties"] if draw(st.booleans())]
+        return tool.name, {one: draw(BY_TYPE[tool.parameters["properties"][one]["type"]]) for one in given}
+
+    return known, [call(draw(st.sampled_from(known))) for _ in range(draw(st.integers(1, max_calls)))]
+
+
+_XML = re.compile(
+    r"</parameter>\s*(<parameter=|</function>|</tool_call>)|(^|\n)\s*<parameter=|</function>\s*</tool_call>"
+)
+
+
+def can_hold(family: Family, calls: Sequence[Call]) -> bool:
+    """Whether the format can hold these values at all: XML without escapes cannot hold its own structure."""
+    strings = (value for _, arguments in calls for value in arguments.values() if isinstance(value, str))
+    return family.format != "qwen3_coder" or not any(_XML.search(f"{value}</parameter") for value in strings)
+
+
+def as_pairs(calls: Sequence[object]) -> list[Call]:
+    """The calls as pairs; an error is none, and fails."""
+    for call in calls:
+        assert isinstance(call, ToolCall), call
+    return [(call.name, dict(call.arguments)) for call in calls if isinstance(call, ToolCall)]
