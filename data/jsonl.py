@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 Row = TypeVar("Row")
 
@@ -21,6 +23,48 @@ def append_line(file: BinaryIO, kind: TypeAdapter[Row], row: Row) -> None:
     """Write one row and flush it, so that a reader or a later process sees it whole."""
     file.write(kind.dump_json(row) + b"\n")
     file.flush()
+
+
+def line_writer(kind: type[Row]) -> Callable[[Row], bytes]:
+    """What makes lines of dataclasses that can be read again, whatever they hold. A number that is not finite becomes
+    the text "NaN" or "Infinity", which readers take for the number; half a surrogate pair becomes U+FFFD; what is
+    nested deeper than readers go, or is no JSON at all, becomes its text.
+    """
+    # A dataclass of its own takes no such settings; in a tuple it does.
+    rows: TypeAdapter[tuple[Row]] = TypeAdapter(
+        tuple[kind],  # pyright: ignore[reportInvalidTypeForm]
+        config=ConfigDict(ser_json_inf_nan="strings", ser_json_bytes="base64"),
+    )
+
+    def line(row: Row) -> bytes:
+        try:
+            return rows.dump_json((row,), fallback=_text)[1:-1] + b"\n"
+        except ValueError:
+            return to_json(_writable(row), inf_nan_mode="strings", serialize_unknown=True) + b"\n"
+
+    return line
+
+
+def _writable(value: Any, depth: int = 0) -> Any:
+    """What cannot be written as it is, in a form that can."""
+    if isinstance(value, str):
+        return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if depth > 2 * _MAX_DEPTH:
+        return "(nested too deeply)"
+    if is_dataclass(value):
+        return {one.name: _writable(getattr(value, one.name), depth + 1) for one in fields(value) if one.name[0] != "_"}
+    if isinstance(value, Mapping):
+        return {_writable(str(key)): _writable(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_writable(item, depth + 1) for item in value]
+    return value if value is None or isinstance(value, int | float | bool) else _writable(_text(value))
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # a class that cannot even say what it is
+        return f"({type(value).__name__})"
 
 
 def write_lines(path: Path, kind: TypeAdapter[Row], rows: Iterable[Row]) -> None:

@@ -1,23 +1,241 @@
-"""The trajectory file: JSONL, one trajectory a line, written in one move for each step."""
+"""The trajectory file: JSONL, one trajectory a line, appended the moment it ends.
+
+The first line is a header, `{"format": "agentgrad.trajectories", "version": 2, "settings": …}`; `settings` is the
+configuration that the trajectories were sampled with, where one command wrote them all. Files may be put one behind
+the other: a header is read wherever it stands. Files without any are version 1, and are read too.
+
+A line counts once its newline is there. So a writer that is killed leaves whole lines and perhaps one torn one, which
+readers leave out and the next writer cuts off. Lines are handed to the operating system at once, and to the disk when
+the file is closed: a power failure, other than a killed process, can cost the last of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from data.jsonl import read_lines, write_lines
+from data.jsonl import line_writer
 from rollouts.types import Trajectory
 
-TRAJECTORY = TypeAdapter(Trajectory)
+FORMAT = "agentgrad.trajectories"
+VERSION = 2
+
+_TRAJECTORY = TypeAdapter(Trajectory)
+_line = line_writer(Trajectory)
+_HEADER_START = b'{"format":'
+_BLOCK = 1 << 16
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write a file in one move: it is there whole or not at all."""
-    write_lines(path, TRAJECTORY, trajectories)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(_header({}))
+        file.writelines(map(_line, trajectories))
+    temporary.replace(path)
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a file; errors as `data.jsonl.read_lines`."""
-    return read_lines(path, TRAJECTORY)
+    """The trajectories of a file, in order; one that is still being written, or whose writer was killed, gives its
+    whole lines.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no trajectory, or of a version that this program does not know; the message names file and
+            line.
+    """
+    with path.open("rb") as file:
+        for _, trajectory in _read(file, path):
+            yield trajectory
+
+
+def read_settings(path: Path) -> Mapping[str, Any] | None:
+    """The settings in the header of a file; None where it has none. Errors as `read_trajectories`."""
+    with path.open("rb") as file:
+        line = file.readline()
+    return _settings(line, f"{path}, line 1") or None
+
+
+class Record:
+    """A trajectory file that is being written; nobody else can write it meanwhile, everybody can read it.
+
+    A file that is there is gone on with: `settings` are then those in its header, and a torn last line has been cut
+    off (`torn_bytes`). A file that was opened and never written to is not left behind.
+
+    Raises:
+        ValueError: another process writes the file, or what is there is no trajectory file with a header.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _open_alone(path)
+        self._size = 0
+        try:
+            # Read before anything is cut: it may be somebody's file of another kind.
+            header = _header_to_go_on_with(path)
+            self.torn_bytes = self._cut_torn_line()
+            if self._size == len(header):  # nothing was recorded yet
+                self._file.truncate(0)
+                self._size = 0
+            self.settings = _settings(header, str(path)) if self._size else settings
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, trajectory: Trajectory) -> None:
+        """Write one line. When that fails (a full disk), the file is as it was before.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        line = _line(trajectory)
+        self._write(line if self._size else _header(self.settings) + line)
+
+    def keep(self, wanted: Callable[[Trajectory], bool]) -> int:
+        """Ask `wanted` about each trajectory that is there, take the others out in one move, and count them.
+
+        Raises:
+            ValueError: a line is no trajectory.
+        """
+        with self.path.open("rb") as file:
+            unwanted = {number for number, trajectory in _read(file, self.path) if not wanted(trajectory)}
+            if unwanted:
+                file.seek(0)
+                self._replace(line for number, line in enumerate(file, start=1) if number not in unwanted)
+        return len(unwanted)
+
+    def close(self) -> None:
+        """Let go of the file. Safe to call twice."""
+        if self._file.closed:
+            return
+        if self._size == 0:
+            self.path.unlink(missing_ok=True)
+        else:
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _cut_torn_line(self) -> int:
+        """Cut off what follows the last newline; returns how many bytes that was."""
+        place = end = self._file.seek(0, os.SEEK_END)
+        while place > 0:
+            start = max(0, place - _BLOCK)
+            self._file.seek(start)
+            found = self._file.read(place - start).rfind(b"\n")
+            if found >= 0:
+                place = start + found + 1
+                break
+            place = start
+        self._file.truncate(place)
+        self._size = place
+        return end - place
+
+    def _write(self, data: bytes) -> None:
+        try:
+            _write_all(self._file, data)
+        except BaseException:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(data)
+
+    def _replace(self, lines: Iterator[bytes]) -> None:
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.unlink(missing_ok=True)
+        file, size = _open_alone(temporary), 0
+        for line in lines:
+            _write_all(file, line)
+            size += len(line)
+        os.fsync(file.fileno())
+        temporary.replace(self.path)
+        self._file.close()  # held until now, so that nobody came between
+        self._file, self._size = file, size
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _open_alone(path: Path) -> FileIO:
+    """Open a file, made where it is not there, that no other process writes."""
+    while True:
+        file = path.open("a+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"{path}: another process is writing it; wait for it, or name another file") from None
+        except OSError as error:  # some network file systems have no locks
+            warnings.warn(f"{path} cannot be locked ({error.strerror}): let no second process write it", stacklevel=3)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # its last writer put another file in its place, or took it away
+
+
+def _header_to_go_on_with(path: Path) -> bytes:
+    """The header of a file that is there; empty where it has no whole line yet."""
+    with path.open("rb") as file:
+        line = file.readline()
+    if not line.endswith(b"\n") and (line.startswith(_HEADER_START) or _HEADER_START.startswith(line)):
+        return b""
+    if not _settings(line, f"{path}, line 1"):
+        raise ValueError(
+            f"{path} is there and does not say with which settings it was written, so nothing can be added to it; "
+            "name another file, or delete it"
+        )
+    return line
+
+
+def _header(settings: Mapping[str, Any]) -> bytes:
+    return json.dumps({"format": FORMAT, "version": VERSION, "settings": settings}).encode() + b"\n"
+
+
+def _settings(line: bytes, where: str) -> Mapping[str, Any]:
+    """What a header says; nothing for a line that is none."""
+    if not line.startswith(_HEADER_START):
+        return {}
+    try:
+        header = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: the header cannot be read: {error}") from error
+    if header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise ValueError(
+            f"{where}: a file of format {header.get('format')} {header.get('version')}; this program reads {FORMAT} "
+            f"up to {VERSION}"
+        )
+    return header.get("settings", {})
+
+
+def _read(file: BinaryIO, path: Path) -> Iterator[tuple[int, Trajectory]]:
+    """The trajectories of an open file, each with the number of its line."""
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            return
+        if line.startswith(_HEADER_START):
+            _settings(line, f"{path}, line {number}")
+            continue
+        try:
+            yield number, _TRAJECTORY.validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the row"
+            raise ValueError(f"{path}, line {number}: {where}: {first['msg']}") from error

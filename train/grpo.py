@@ -25,6 +25,7 @@ from data.types import TrainingSample
 from envs.types import Task
 from rollouts.config import ScheduleConfig
 from rollouts.engine import Engine
+from rollouts.outage import OutageError
 from rollouts.record import write_trajectories
 from rollouts.runner import Runner
 from rollouts.samples import group_samples
@@ -38,6 +39,8 @@ from train.config import CheckpointConfig, GrpoConfig
 from train.learner import Learner
 from train.lora import full_state_dict
 from train.metrics import MetricsLog
+
+_GO_ON = "start the same command again to go on from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,23 +112,30 @@ class GrpoRun:
         message: list[Any] = [None, None, None]
         if self.sampling is not None:
             self.sampling.ledger.forget()
-            groups = await sample_groups(
-                self.sampling.runner,
-                step_tasks(self.tasks, step, self.config.tasks_per_step, self.seed),
-                num_generations=self.config.num_generations,
-                prefix=f"step-{step}",
-                schedule=self.sampling.schedule,
-                on_done=self.on_trajectory,
-            )
-            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-            write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
-            message = [*samples_and_metrics(groups, self.config), _why_lost(step, trajectories)]
+            try:
+                message = await self._roll_out(self.sampling, step)
+            except OutageError as error:
+                message = [None, None, f"step {step}: {error}; {_GO_ON}"]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(message)
         samples, row, lost = message
         if lost is not None:
             raise ValueError(lost)
         return samples, {"step": step} | row
+
+    async def _roll_out(self, sampling: Sampling, step: int) -> list[Any]:
+        """What every process is told: samples, metrics, and why all is lost, if it is."""
+        groups = await sample_groups(
+            sampling.runner,
+            step_tasks(self.tasks, step, self.config.tasks_per_step, self.seed),
+            num_generations=self.config.num_generations,
+            prefix=f"step-{step}",
+            schedule=sampling.schedule,
+            on_done=self.on_trajectory,
+        )
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
+        return [*samples_and_metrics(groups, self.config), _why_lost(step, trajectories)]
 
     def _gate(self, step: int, batches: Sequence[MicroBatch], samples: Sequence[TrainingSample]) -> None:
         """Check the packed batch, and what was left out of it, against the ledger; every process stops if it fails."""
@@ -181,8 +191,7 @@ def _why_lost(step: int, trajectories: Sequence[Trajectory]) -> str | None:
     if any(trajectory.reward is not None for trajectory in trajectories):
         return None
     return (
-        f"step {step}: none of its {len(trajectories)} trajectories could be graded: {trajectories[0].cause}; "
-        "start the same command again to go on from the last checkpoint"
+        f"step {step}: none of its {len(trajectories)} trajectories could be graded: {trajectories[0].cause}; {_GO_ON}"
     )
 
 

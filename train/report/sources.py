@@ -14,7 +14,7 @@ from typing import Literal
 from data.jsonl import read_lines
 from data.rows import SAMPLE
 from data.types import Source, TrainingSample
-from rollouts.record import read_trajectories
+from rollouts.record import read_settings, read_trajectories
 from rollouts.types import Trajectory
 from train.report.masks import Kind, MaskView, sample_view, trajectory_views
 from train.report.run_data import grpo_setting
@@ -22,10 +22,11 @@ from train.report.token_text import Vocabulary
 
 FileKind = Literal["samples", "trajectories", "demonstrations"]
 
-# The field that only this kind of row has.
+# The field that only this kind of row, or the header before it, has.
 _TELLS: tuple[tuple[str, FileKind], ...] = (
     ("loss_mask", "samples"),
     ("streams", "trajectories"),
+    ("format", "trajectories"),
     ("messages", "demonstrations"),
 )
 # Where a run folder, or the folder of a whole quickstart, keeps model folders: the newest of the first that is there.
@@ -92,6 +93,12 @@ def find_model(path: Path) -> Path:
     raise ValueError(f"{path}: no run folder with a checkpoint above it; name the model folder with --model FOLDER")
 
 
+def recorded_model(path: Path) -> Path | None:
+    """The model folder that a trajectory file says it was sampled with, where it is still there."""
+    model = (read_settings(path) or {}).get("model")
+    return Path(model) if isinstance(model, str) and (Path(model) / "tokenizer.json").is_file() else None
+
+
 def newest_model(folder: Path) -> Path | None:
     """The newest model folder of a run, if it has one."""
     for place in _MODEL_PLACES:
@@ -109,7 +116,7 @@ def load_views(path: Path, model: Path | None, *, limit: int) -> Loaded:
         ValueError: a row or the model folder cannot be read, or there is none.
     """
     kind = file_kind(path)
-    model = model or find_model(path)
+    model = model or (recorded_model(path) if kind == "trajectories" else None) or find_model(path)
     vocabulary = Vocabulary.from_folder(model)
     if kind == "samples":
         rows = list(read_lines(path, SAMPLE))
