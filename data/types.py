@@ -134,21 +134,31 @@ class Segment:
 
 @dataclass(slots=True)
 class TokenStream:
-    """Append-only segments: what the policy has in its context, from first to last token."""
+    """Append-only segments: what the policy has in its context, from first to last token.
+
+    Its ids are kept once beside the segments, so that its length costs nothing and each turn one copy. Only `append`
+    may add a segment.
+    """
 
     segments: list[Segment] = field(default_factory=list)
+    _token_ids: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._token_ids = [token for segment in self.segments for token in segment.token_ids]
 
     def append(self, segment: Segment) -> None:
         """Add a segment at the end. Empty segments are left out."""
         if segment.token_ids:
             self.segments.append(segment)
+            self._token_ids.extend(segment.token_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for segment in self.segments for token in segment.token_ids]
+        """All ids `[L]`, as a list of the caller's own: it stays as it is when the stream grows."""
+        return self._token_ids.copy()
 
     def __len__(self) -> int:
-        return sum(len(segment.token_ids) for segment in self.segments)
+        return len(self._token_ids)
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments)

@@ -15,19 +15,32 @@ from envs.types import Message, Task, ToolCall, ToolResult, ToolSpec
 Split = Literal["train", "heldout"]
 
 
+class TransientToolError(RuntimeError):
+    """A tool could not do its work this time, and has done none of it: a rate limit, a connection that was reset.
+
+    The same call may be made again. It is, a few times and ever later; the model is told only when none of them worked.
+    """
+
+
 class Session(Protocol):
     """One attempt at one task.
 
     All attempts share one thread, so a session must not block it: work that takes long and cannot be awaited goes
-    through `asyncio.to_thread`. While it blocks, no other attempt goes on, and no deadline is kept.
+    through `asyncio.to_thread`. While it blocks, no other attempt goes on, and no deadline is kept; nothing outside of
+    it can change that, so how long a tool held the thread is measured, and shown as `tools/loop_held_s/max`. A thread
+    cannot be killed: one whose deadline has passed goes on unseen until its work ends, so give that work a time-out of
+    its own. What must be killable runs in the sandbox.
     """
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Run one tool call. Whatever the call got wrong comes back as an error result that says how to
-        recover.
+        recover. The calls of one turn run at the same time. When their deadline passes they are cancelled.
 
         Raises:
+            TransientToolError: it may be tried again.
             SandboxError: the sandbox failed; the trajectory ends as an infrastructure failure.
+            Exception: any other is a fault of this tool, and is told to the model in one line; too many of them in a
+                row end the trajectory.
         """
         ...
 

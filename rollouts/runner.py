@@ -1,7 +1,8 @@
 """One trajectory: sample a turn, run its calls, append what came back, until something ends it.
 
-This is the one place where a failure becomes data: whatever goes wrong in the engine, the sandbox or a tool turns into
-a `StopReason` here, so one trajectory never stops another.
+This is the one place where a failure becomes data: whatever goes wrong in the engine, the sandbox or the environment
+turns into a `StopReason` here, so one trajectory never stops another. Which limit ends it is in `limits.py`, what it
+has so far in `progress.py`, a call of a tool, and what becomes of its failure, in `tool_call.py`.
 """
 
 from __future__ import annotations
@@ -13,31 +14,37 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from data.chat import Renderer
 from data.jsonl import plain_json
-from data.tool_formats.base import CallError, ParsedTurn
-from data.types import Completion, SamplingParams, Segment, TokenStream
+from data.tool_formats.base import ParsedTurn
+from data.types import Completion, SamplingParams
 from envs.base import Env, Session
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
 from envs.tools import check_tools
-from envs.types import Message, Task, ToolCall, ToolResult
-from rollouts.config import LimitsConfig
+from envs.types import Message, Task, ToolCall
+from rollouts.accounting import check_prices, cost_usd
+from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig
 from rollouts.engine import Engine, EngineError
+from rollouts.limits import Streaks, allowance
+from rollouts.observations import observe
+from rollouts.progress import Progress, Prompt
 from rollouts.reward import read_reward
-from rollouts.tool_call import call_tool
-from rollouts.types import StopReason, Trajectory, Turn
+from rollouts.tool_call import ToolTerms, call_tools, is_cancelled
+from rollouts.types import StopReason, Trajectory, trajectory_name
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """What all trajectories of a run share.
+    """What all trajectories of a run share. `seed` and a completion's id give that completion its own seed.
 
-    `seed` and a completion's id give that completion its own seed. `temperature` is the one that the trainer
-    applies too.
+    Raises:
+        ValueError: a tool's schema is none, a money limit could never be reached, or calls are to be constrained in a
+            format that has no grammar.
     """
 
     engine: Engine
@@ -45,18 +52,31 @@ class Runner:
     env: Env
     sandboxes: SandboxFactory
     limits: LimitsConfig
-    temperature: float
+    sampling: SamplingConfig
+    prices: PricesConfig
     tool_timeout_s: float
     seed: int
+    _structural_tag: str | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a tool whose schema is none."""
         check_tools(self.env.tools)
+        check_prices(self.limits, self.prices)
+        constrained = self.sampling.constrain_calls and self.env.tools
+        tag = self.renderer.structural_tag(self.env.tools) if constrained else None
+        if constrained and tag is None:
+            raise ValueError(
+                "rollout.sampling.constrain_calls: the model's tool format has no grammar for its calls; take it out, "
+                "or set rollout.renderer.tool_format"
+            )
+        object.__setattr__(self, "_structural_tag", tag)
 
-    async def run(self, task: Task, *, group_id: str, sibling_index: int) -> Trajectory:
+    async def run(self, task: Task, *, group_id: str, sibling_index: int, attempt: int = 0) -> Trajectory:
         """Sample one attempt at `task`. Never raises for what goes wrong inside it; Ctrl-C, and being cancelled from
-        outside, go through."""
-        progress = _Progress(trajectory_id=f"{group_id}/{sibling_index}")
+        outside, go through, once its tools have stopped and its sandbox is gone.
+
+        `attempt` counts the earlier tries that our machinery lost; it makes the ids and seeds of this one its own.
+        """
+        progress = Progress(trajectory_id=trajectory_name(group_id, sibling_index, attempt))
         reward: float | None = None
         reward_terms: dict[str, float] = {}
         error: str | None = None
@@ -76,6 +96,8 @@ class Runner:
                     if not clock.expired():  # somebody else's time-out: a failure like any other
                         raise
                     stop_reason = StopReason.WALL_CLOCK
+                if stop_reason is StopReason.TOOL_ERROR:
+                    error = progress.turns[-1].tool_failures[-1]
                 terms = await self._in_time("reward", session.grade(progress.messages))
             try:
                 reward, reward_terms = read_reward(terms)
@@ -86,7 +108,7 @@ class Runner:
         except EngineError as failure:
             stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
         except (Exception, SystemExit, asyncio.CancelledError) as failure:
-            if isinstance(failure, asyncio.CancelledError) and _is_cancelled():
+            if isinstance(failure, asyncio.CancelledError) and is_cancelled():
                 raise
             # A fault of ours or of the environment's code: it says nothing about the policy.
             stop_reason, error = StopReason.SANDBOX_ERROR, traceback.format_exc()
@@ -95,7 +117,7 @@ class Runner:
             task_id=task.task_id,
             group_id=group_id,
             sibling_index=sibling_index,
-            streams=(progress.stream,),
+            streams=tuple(progress.streams),
             turns=tuple(progress.turns),
             stop_reason=stop_reason,
             reward=None if stop_reason.is_infrastructure else reward,
@@ -105,6 +127,8 @@ class Runner:
             error=None if error is None else plain_json(error),
             opening=tuple(progress.opening),
             tools=tuple(self.env.tools),
+            cost_usd=cost_usd(progress.count, self.prices),
+            attempt=attempt,
         )
 
     @asynccontextmanager
@@ -126,121 +150,128 @@ class Runner:
                 raise
             raise SandboxError(f"no {what} within {self.limits.wall_clock_s:g} s (limits.wall_clock_s)") from error
 
-    async def _converse(self, progress: _Progress, session: Session) -> StopReason:
-        for segment in self.renderer.opening(progress.messages, self.env.tools):
-            progress.stream.append(segment)
+    async def _converse(self, progress: Progress, session: Session) -> StopReason:
+        """Turn after turn. A prompt joins its stream only when something is sampled after it."""
         progress.forged = sum(self.renderer.count_forged(message.content) for message in progress.messages)
-        parse_errors = 0
-        for index in range(self.limits.max_turns):
-            room = self._room(progress)
-            if isinstance(room, StopReason):
-                return room
-            started = time.perf_counter()
-            completion = await self._sample(progress, index, room)
-            generated = time.perf_counter()
-            progress.add_completion(completion)
-            parsed = self.renderer.parse(completion.token_ids, call_id_prefix=f"call_{index}")
-            if completion.finish_reason == "length":
-                progress.add_cut_turn(index, parsed.content, generated - started)
-                return self._length_reason(progress)
-            if not parsed.calls:
-                progress.add_turn(index, parsed, (), generated - started, 0.0)
-                return StopReason.FINAL_ANSWER
-            results = await asyncio.gather(*(self._call(session, call) for call in parsed.calls))
-            # Our own words about a call that could not be read name markers too.
-            answers = (r for call, r in zip(parsed.calls, results, strict=True) if isinstance(call, ToolCall))
-            progress.forged += sum(self.renderer.count_forged(result.content) for result in answers)
-            progress.add_turn(index, parsed, results, generated - started, time.perf_counter() - generated)
-            parse_errors = parse_errors + 1 if any(isinstance(call, CallError) for call in parsed.calls) else 0
-            if parse_errors == self.limits.max_parse_errors:
-                return StopReason.PARSE_ERRORS
-            sampled = len(completion.token_ids)
-            ids = progress.stream.token_ids
-            bridge = self.renderer.bridge(
-                progress.messages[-len(results) :],
-                prompt_ids=ids[:-sampled],
-                sampled_ids=ids[-sampled:],
-                tools=self.env.tools,
+        streaks, terms = Streaks(self.limits), self._tool_terms()
+        prompt = progress.prompt(self.renderer.opening(progress.messages, self.env.tools), new_stream=True)
+        while True:
+            room = allowance(
+                self.limits,
+                self.prices,
+                so_far=progress.count,
+                next_call=prompt.count,
+                max_context_tokens=self.engine.max_context_tokens,
             )
-            assert bridge is not None
-            if len(progress.stream) + sum(len(s.token_ids) for s in bridge) >= self.engine.max_context_tokens:
-                # Nothing could be sampled after it; without it, every stream fits the context and a micro-batch.
-                return StopReason.CONTEXT_FULL
-            for segment in bridge:
-                progress.stream.append(segment)
-        return StopReason.MAX_TURNS
+            if room.tokens < 1:
+                return room.reason
+            completion, parsed = await self._sample(progress, prompt, room.tokens)
+            if completion.finish_reason == "length":
+                return room.reason
+            if parsed.thinking_open:
+                # It says nothing, so nothing can answer it; an empty answer would be one that it never gave.
+                return StopReason.PARSE_ERRORS
+            if not parsed.calls:
+                progress.add_answer()
+                return StopReason.FINAL_ANSWER
+            started = time.perf_counter()
+            outcomes = await call_tools(session, parsed.calls, terms)
+            progress.add_results(outcomes, time.perf_counter() - started)
+            # Our own words about a call that could not be read name markers too.
+            answers = (o.result for o, c in zip(outcomes, parsed.calls, strict=True) if isinstance(c, ToolCall))
+            progress.forged += sum(self.renderer.count_forged(result.content) for result in answers)
+            reason = streaks.after_turn(parsed.calls, outcomes)
+            if reason is not None:
+                return reason
+            if len(progress.turns) == self.limits.max_turns:
+                return StopReason.MAX_TURNS
+            prompt = self._next_prompt(progress, prompt, completion, progress.messages[-len(outcomes) :])
 
-    async def _sample(self, progress: _Progress, index: int, max_tokens: int) -> Completion:
+    async def _sample(self, progress: Progress, prompt: Prompt, max_tokens: int) -> tuple[Completion, ParsedTurn]:
+        """The next turn, and what it says.
+
+        Raises:
+            EngineError: there is no completion, or not one that was asked for.
+        """
+        index = len(progress.turns)
         completion_id = f"{progress.trajectory_id}/{index}"
-        params = SamplingParams(
-            temperature=self.temperature,
+        params = self._sampling_params(completion_id, max_tokens)
+        progress.ask(prompt)
+        started = time.perf_counter()
+        try:
+            completion = await self.engine.generate(completion_id, prompt.token_ids, params)
+        except EngineError:
+            raise
+        except Exception as error:  # no failure that it knows of: where it came from matters
+            raise EngineError(traceback.format_exc()) from error
+        if not completion.token_ids:
+            raise EngineError(f"completion {completion_id} has no token; an engine must sample at least one")
+        generate_s = time.perf_counter() - started
+        parsed = self.renderer.parse(
+            completion.token_ids,
+            call_id_prefix=f"call_{index}",
+            finish_reason=completion.finish_reason,
+            tools=self.env.tools,
+            prompt_ids=prompt.token_ids,
+        )
+        progress.add_completion(completion, prompt, parsed, generate_s)
+        _check_end(completion, params)
+        return completion, parsed
+
+    def _sampling_params(self, completion_id: str, max_tokens: int) -> SamplingParams:
+        sampling = self.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            structural_tag=self._structural_tag,
             max_tokens=max_tokens,
             stop_token_ids=self.renderer.stop_token_ids,
             seed=completion_seed(self.seed, completion_id),
         )
-        completion = await self.engine.generate(completion_id, progress.stream.token_ids, params)
-        if not completion.token_ids:
-            raise EngineError(f"completion {completion_id} has no token; an engine must sample at least one")
-        return completion
 
-    async def _call(self, session: Session, call: ToolCall | CallError) -> ToolResult:
-        if isinstance(call, CallError):
-            return ToolResult(call_id=call.call_id, content=call.text, is_error=True)
-        return await call_tool(session, call, timeout_s=self.tool_timeout_s)
+    def _next_prompt(
+        self, progress: Progress, prompt: Prompt, completion: Completion, answers: Sequence[Message]
+    ) -> Prompt:
+        """The context grown by `answers`; in a new stream where the renderer rewrites what came before."""
+        bridge = self.renderer.bridge(
+            answers, prompt_ids=prompt.token_ids, sampled_ids=completion.token_ids, tools=self.env.tools
+        )
+        if bridge is not None:
+            return progress.prompt(bridge, new_stream=False)
+        return progress.prompt(self.renderer.opening(progress.messages, self.env.tools), new_stream=True)
 
-    def _room(self, progress: _Progress) -> int | StopReason:
-        """How many tokens the next turn may have, or why there is no next turn."""
-        budget = self.limits.max_trajectory_tokens - progress.sampled_tokens
-        context = self.engine.max_context_tokens - len(progress.stream)
-        if budget <= 0:
-            return StopReason.TOKEN_BUDGET
-        if context <= 0:
-            return StopReason.CONTEXT_FULL
-        return min(self.limits.max_turn_tokens, budget, context)
-
-    def _length_reason(self, progress: _Progress) -> StopReason:
-        full = len(progress.stream) >= self.engine.max_context_tokens
-        return StopReason.CONTEXT_FULL if full else StopReason.TOKEN_BUDGET
+    def _tool_terms(self) -> ToolTerms:
+        return ToolTerms(
+            tools=self.env.tools,
+            timeout_s=self.tool_timeout_s,
+            retries=self.limits.tool_retries,
+            backoff_s=self.limits.retry_backoff_s,
+            observe=partial(observe, max_tokens=self.limits.max_observation_tokens, encode=self.renderer.encode_text),
+        )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Progress:
-    """What a trajectory has so far; it survives whatever ends the conversation."""
+def _check_end(completion: Completion, params: SamplingParams) -> None:
+    """An engine with stop tokens or a context of its own would end turns where the policy did not.
 
-    trajectory_id: str
-    opening: list[Message] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    stream: TokenStream = field(default_factory=TokenStream)
-    turns: list[Turn] = field(default_factory=list)
-    sampled_tokens: int = 0
-    forged: int = 0
-
-    def add_completion(self, completion: Completion) -> None:
-        self.stream.append(Segment.sampled(completion))
-        self.sampled_tokens += len(completion.token_ids)
-
-    def add_cut_turn(self, index: int, content: str, generate_s: float) -> None:
-        """The policy had not finished: half a call is not a call, and half an answer is not an answer, so the turn is
-        on record but is not part of the conversation that is graded."""
-        message = Message(role="assistant", content=content)
-        self.turns.append(Turn(index=index, message=message, tool_results=(), generate_s=generate_s, env_s=0.0))
-
-    def add_turn(
-        self, index: int, parsed: ParsedTurn, results: Sequence[ToolResult], generate_s: float, env_s: float
-    ) -> None:
-        calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
-        message = Message(role="assistant", content=parsed.content, tool_calls=calls)
-        self.messages.append(message)
-        for result in results:
-            self.messages.append(Message(role="tool", content=result.content, call_id=result.call_id))
-        turn = Turn(index=index, message=message, tool_results=tuple(results), generate_s=generate_s, env_s=env_s)
-        self.turns.append(turn)
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody cancelled this task; else a `CancelledError` is a tool's own, of a task that it waited for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    Raises:
+        EngineError: it ended neither with one of the stop tokens that were asked for nor at `max_tokens`.
+    """
+    n = len(completion.token_ids)
+    if completion.finish_reason == "stop" and completion.token_ids[-1] not in params.stop_token_ids:
+        raise EngineError(
+            f"completion {completion.completion_id} stopped after token {completion.token_ids[-1]}, not one of the "
+            f"stop tokens {list(params.stop_token_ids)}; let nothing else stop the engine (ignore_eos, no stop strings)"
+        )
+    if n > params.max_tokens or (completion.finish_reason == "length" and n < params.max_tokens):
+        raise EngineError(
+            f"completion {completion.completion_id} has {n} tokens and ended by its length, {params.max_tokens} were "
+            "asked for; the engine's context must be at least rollout.engine.max_context_tokens"
+        )
 
 
 def completion_seed(run_seed: int, completion_id: str) -> int:

@@ -12,20 +12,23 @@ from rollouts.types import Trajectory, TrajectoryGroup
 def group_samples(
     group: TrajectoryGroup, advantages: Sequence[float | None], *, mask_truncated: bool
 ) -> list[TrainingSample]:
-    """One sample for each stream of the group.
+    """One sample for each stream of the group: those of its trajectories in order, then those of its lost attempts.
 
     Args:
         advantages: one for each trajectory, in order; None where it has no reward. All zero: the group is dead.
         mask_truncated: leave out the trajectories that a limit of ours cut (TRL: `mask_truncated_completions`).
     """
     dead = not any(advantages)
-    return [
+    samples = [
         sample
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
         for sample in _trajectory_samples(
             trajectory, advantage or 0.0, _excluded(trajectory, advantage, dead=dead, mask_truncated=mask_truncated)
         )
     ]
+    for trajectory in group.lost:
+        samples += _trajectory_samples(trajectory, 0.0, Excluded.INFRASTRUCTURE)
+    return samples
 
 
 def _excluded(trajectory: Trajectory, advantage: float | None, *, dead: bool, mask_truncated: bool) -> Excluded | None:

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from data.types import Source
-from rollouts.types import Trajectory
+from rollouts.accounting import count_tokens
+from rollouts.types import StopReason, Trajectory
 
 
-def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the trajectories that have a reward (infrastructure failures are only counted).
+def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = ()) -> dict[str, float]:
+    """The metrics of some trajectories, and of the `lost` attempts that were begun again in their stead.
 
-    `length` is in tokens that the policy sampled; tool tokens never count. A reward term is averaged over the
-    trajectories that have it: an environment may grade tasks of several kinds.
+    - `reward/…`, `length/mean`, `turns/mean`: means over the trajectories that have a reward (infrastructure failures
+      are only counted). `length` is in tokens that the policy sampled; tool tokens never count. A reward term is
+      averaged over the trajectories that have it: an environment may grade tasks of several kinds.
+    - `stop/<reason>`: the share of the trajectories that ended so, for every reason.
+    - `tools/…`: of those that have a reward: all calls; those answered with an error; those of them that were wrong
+      (`invalid_calls`); those whose tool failed by itself (`failures`); retries that the policy never saw; the longest
+      time that a tool held the thread of all.
+    - `turns/thinking_open`, `answers/empty`: turns, and final answers, that say nothing. `streams/extra`: histories
+      that were written anew.
+    - `tokens/…`, `cost/usd`: what everything took, lost attempts included; see `accounting.TokenCount`. What the engine
+      counts (`tokens/engine_…`) is there where it says so.
     """
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-    results = [result for trajectory in graded for turn in trajectory.turns for result in turn.tool_results]
+    turns = [turn for trajectory in graded for turn in trajectory.turns]
+    results = [result for turn in turns for result in turn.tool_results]
     row: dict[str, float] = {
         "trajectories": len(trajectories),
         "trajectories/failed": len(trajectories) - len(graded),
+        "trajectories/lost_attempts": len(lost),
         "reward/mean": _mean([trajectory.reward or 0.0 for trajectory in graded]),
         "length/mean": _mean([sampled_tokens(trajectory) for trajectory in graded]),
         "turns/mean": _mean([len(trajectory.turns) for trajectory in graded]),
+        "turns/thinking_open": sum(turn.thinking_open for turn in turns),
+        "answers/empty": sum(_is_empty_answer(trajectory) for trajectory in graded),
+        "streams/extra": sum(max(0, len(trajectory.streams) - 1) for trajectory in graded),
         "tools/calls": len(results),
         "tools/errors": sum(result.is_error for result in results),
+        "tools/invalid_calls": sum(turn.invalid_calls for turn in turns),
+        "tools/failures": sum(result.failed for result in results),
+        "tools/retries": sum(turn.retries for turn in turns),
+        "tools/loop_held_s/max": max((turn.loop_held_s for turn in turns), default=0.0),
         "control_tokens/forged": sum(trajectory.forged for trajectory in trajectories),
     }
     for name in sorted({name for trajectory in graded for name in trajectory.reward_terms}):
         row[f"reward/{name}"] = _mean([t.reward_terms[name] for t in graded if name in t.reward_terms])
-    stops = Counter(trajectory.stop_reason.value for trajectory in trajectories)
-    return row | {f"stop/{reason}": count / len(trajectories) for reason, count in sorted(stops.items())}
+    for reason in StopReason:
+        row[f"stop/{reason.value}"] = _mean([trajectory.stop_reason is reason for trajectory in trajectories])
+    return row | _spent([*trajectories, *lost])
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
@@ -38,6 +57,27 @@ def sampled_tokens(trajectory: Trajectory) -> int:
     return sum(
         len(segment.token_ids) for stream in trajectory.streams for segment in stream if segment.source is Source.MODEL
     )
+
+
+def _spent(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    count = count_tokens(trajectories)
+    row: dict[str, float] = {
+        "tokens/input": count.input,
+        "tokens/input_fresh": count.fresh,
+        "tokens/input_cached": count.cached,
+        "tokens/output": count.output,
+        "tokens/trained_share": count.trained_share,
+        "cost/usd": sum(trajectory.cost_usd for trajectory in trajectories),
+    }
+    if count.engine_cached is not None:
+        row["tokens/engine_input_fresh"] = count.input - count.engine_cached
+        row["tokens/engine_input_cached"] = count.engine_cached
+    return row
+
+
+def _is_empty_answer(trajectory: Trajectory) -> bool:
+    said = [turn.message.content.strip() for turn in trajectory.turns[-1:]]
+    return trajectory.stop_reason is StopReason.FINAL_ANSWER and said == [""]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from envs.sandbox.base import SandboxFactory
 from envs.tools import check_tools
 from envs.types import Message, Task
 from rollouts.reward import read_reward
-from rollouts.tool_call import call_tool
+from rollouts.tool_call import ToolTerms, call_tools
 from rollouts.types import is_success
 
 
@@ -70,14 +70,22 @@ async def synthesize(
 async def run_demonstrator(
     env: Env, task: Task, session: Session, *, seed: int, max_turns: int, tool_timeout_s: float
 ) -> list[Message]:
-    """The conversation of one demonstration, from its opening on; its calls are run for real."""
+    """The conversation of one demonstration, from its opening on; its calls are run for real.
+
+    Raises:
+        RuntimeError: a tool failed by itself, which says nothing about the demonstrator.
+    """
     messages = env.opening(task)
+    terms = ToolTerms(tools=env.tools, timeout_s=tool_timeout_s)
     for _ in range(max_turns):
         message = env.demonstrate(task, messages, seed)
         messages.append(message)
         if not message.tool_calls:
             break
-        calls = (call_tool(session, call, timeout_s=tool_timeout_s) for call in message.tool_calls)
-        for result in await asyncio.gather(*calls):
-            messages.append(Message(role="tool", content=result.content, call_id=result.call_id))
+        outcomes = await call_tools(session, message.tool_calls, terms)
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        if failures:
+            raise RuntimeError(f"task {task.task_id}: a tool failed, whatever the call was:\n{failures[0]}")
+        for outcome in outcomes:
+            messages.append(Message(role="tool", content=outcome.result.content, call_id=outcome.result.call_id))
     return messages

@@ -1,49 +1,191 @@
-"""One call of a tool: its deadline, and its result as the text that a model reads."""
+"""Calls of tools: checked, run by their deadline, tried again where that may help, and turned into observations.
+
+A tool that fails never raises out of here; only the sandbox does. What the text of a result looks like is in
+`observations.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import reprlib
-from dataclasses import replace
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from data.jsonl import plain_json
-from envs.base import Session
-from envs.types import ToolCall, ToolResult
+from data.tool_formats.base import CallError
+from envs.base import Session, TransientToolError
+from envs.sandbox.base import SandboxError
+from envs.tools import call_error
+from envs.types import ToolCall, ToolResult, ToolSpec
+from rollouts.observations import clean, observe
+
+_SHOWN = 200
+"""Characters of an exception's message that the model reads."""
 
 
-async def call_tool(session: Session, call: ToolCall, *, timeout_s: float) -> ToolResult:
-    """The result of one call, its content as text. The tool runs on the event loop's thread and has a deadline; it
-    cannot be kept while a session blocks that thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolTerms:
+    """What holds for every call of a run.
+
+    timeout_s: the deadline of one try, where the tool's spec has none of its own.
+    retries: how often a call is made again after a `TransientToolError`.
+    backoff_s: the wait before the first retry; twice as long before each further one.
+    observe: a result of any type → the text that the model reads.
+    """
+
+    tools: Sequence[ToolSpec]
+    timeout_s: float
+    retries: int = 2
+    backoff_s: float = 0.2
+    observe: Callable[[object], str] = observe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOutcome:
+    """What came of one call.
+
+    invalid: the call was wrong, and no tool ran.
+    failure: what went wrong inside the tool, with the traceback of its code, for a person; the model gets one line.
+    loop_held_s: the longest time that the tool held the thread which all trajectories share.
+    """
+
+    result: ToolResult
+    invalid: bool = False
+    failure: str | None = None
+    retries: int = 0
+    loop_held_s: float = 0.0
+
+
+async def call_tools(
+    session: Session, calls: Sequence[ToolCall | CallError], terms: ToolTerms
+) -> Sequence[CallOutcome]:
+    """Run the calls of one turn, all at once; the outcomes are in their order.
 
     Raises:
-        RuntimeError: the tool asked this process to exit.
+        SandboxError: the sandbox failed one of them; the others have been cancelled and are gone.
+    """
+    if len(calls) == 1:
+        return [await _call(session, calls[0], terms)]
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(_call(session, call, terms)) for call in calls]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _call(session: Session, call: ToolCall | CallError, terms: ToolTerms) -> CallOutcome:
+    if isinstance(call, CallError):
+        return CallOutcome(result=_told(call, terms.observe(call.text)), invalid=True)
+    return await call_tool(session, call, terms)
+
+
+async def call_tool(session: Session, call: ToolCall, terms: ToolTerms) -> CallOutcome:
+    """Run one call. A wrong call, a deadline that passed and a tool that failed each become an observation of one line.
+
+    Raises:
         SandboxError: the sandbox failed.
     """
+    wrong = call_error(call, terms.tools)
+    if wrong is not None:
+        return CallOutcome(result=_told(call, terms.observe(wrong)), invalid=True)
+    timeout_s = next((tool.timeout_s for tool in terms.tools if tool.name == call.name), None) or terms.timeout_s
+    held = _Held()
+    started = time.perf_counter()
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            result, failure = await _try(session, call, timeout_s, held, terms.observe), None
+        except TransientToolError as error:
+            if tries <= terms.retries:
+                await asyncio.sleep(terms.backoff_s * 2 ** (tries - 1))
+                continue
+            how_often = f" {tries} times" if tries > 1 else ""
+            result, failure = _failed(call, error, how_often), traceback.format_exc()
+        except SandboxError:
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            result, failure = _failed(call, error), traceback.format_exc()
+        break
+    return CallOutcome(
+        result=replace(result, duration_s=time.perf_counter() - started),
+        failure=None if failure is None else clean(failure),
+        retries=tries - 1,
+        loop_held_s=held.longest_s,
+    )
+
+
+async def _try(
+    session: Session, call: ToolCall, timeout_s: float, held: _Held, observe: Callable[[object], str]
+) -> ToolResult:
+    """One try, its content as text. The deadline is kept as long as the tool does not block the thread."""
     clock = asyncio.timeout(timeout_s)
     try:
         async with clock:
-            result = await session.call(call)
-    except SystemExit as error:
-        # It must not reach the edge of this task: asyncio would end the whole loop with it.
-        raise RuntimeError(f"the tool {call.name} asked this process to exit") from error
+            result = await held.watch(session.call(call))
     except TimeoutError:
         if not clock.expired():  # the tool's own: a failure like any other
             raise
-        text = f"error: {call.name} gave no result within {timeout_s:g} s"
-        return ToolResult(call_id=call.call_id, content=text, is_error=True, duration_s=timeout_s)
-    return replace(result, content=as_text(result.content))
+        return _told(call, f"error: {call.name} gave no result within {timeout_s:g} s")
+    # Whatever the tool calls it, the answer is to this call.
+    return replace(result, call_id=call.call_id, content=observe(result.content))
 
 
-def as_text(content: object) -> str:
-    """What a tool returned, as a model can read it and a file can hold it; text stays as it is.
-
-    >>> as_text({"ok": True})
-    '{"ok": true}'
-    """
-    if isinstance(content, str):
-        return plain_json(content)
+def _failed(call: ToolCall, error: BaseException, how_often: str = "") -> ToolResult:
+    """The type and the message, in one line; of our own code the model learns nothing."""
     try:
-        return plain_json(json.dumps(content, ensure_ascii=False, default=str))
-    except (TypeError, ValueError, RecursionError):  # keys that JSON has not, or a value that holds itself
-        return plain_json(reprlib.repr(content))
+        message = " ".join(clean(str(error)).split())
+    except Exception:  # an exception whose own text fails
+        message = ""
+    message = message if len(message) <= _SHOWN else message[:_SHOWN] + "…"
+    if isinstance(error, SystemExit):
+        message = "it asked the process to exit"
+    said = type(error).__name__ + (f": {message}" if message else "")
+    return _told(call, f"error: {call.name} failed{how_often}: {said}", failed=True)
+
+
+def _told(call: ToolCall | CallError, text: str, *, failed: bool = False) -> ToolResult:
+    return ToolResult(call_id=call.call_id, content=text, is_error=True, failed=failed)
+
+
+class _Held:
+    """Measures how long a tool holds the event loop: the longest time between two of its awaits."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    def watch(self, work: Coroutine[Any, Any, ToolResult]) -> _Watched:
+        return _Watched(work, self)
+
+
+class _Watched:
+    """An awaitable that goes on as `work` does, step by step, and takes the time of each step."""
+
+    def __init__(self, work: Coroutine[Any, Any, ToolResult], held: _Held) -> None:
+        self._work = work
+        self._held = held
+
+    def __await__(self) -> Generator[Any, Any, ToolResult]:
+        value, error = None, None
+        while True:
+            started = time.perf_counter()
+            try:
+                waited_for = self._work.send(value) if error is None else self._work.throw(error)
+            except StopIteration as done:
+                return done.value
+            finally:
+                self._held.longest_s = max(self._held.longest_s, time.perf_counter() - started)
+            try:
+                value, error = (yield waited_for), None
+            except BaseException as interruption:  # the deadline, or a cancellation: the tool must see it
+                error = interruption
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancelled this task; else a `CancelledError` is a tool's own, of a task that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

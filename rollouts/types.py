@@ -58,9 +58,15 @@ class Turn:
     message: what the completion says: thinking, prose and the calls that could be read.
     stream: index of the stream that holds the completion.
     prompt_tokens: length of the context that it was sampled after.
+    repeated_prompt_tokens: how many of them, from the first on, the previous call's context began with too: what a
+        price list calls cached.
     cached_prompt_tokens: how many of them the engine says it had cached; None where it does not say.
     sampled_tokens: length of the completion.
+    thinking_open: it ended before its thinking did, so it says nothing.
+    invalid_calls: calls that could not be read, name no tool, or do not fit its schema.
+    tool_failures: what went wrong inside tools, with the traceback; the model read one line of it.
     retries: calls made again after a transient failure of a tool.
+    loop_held_s: the longest time that a tool held the thread that all trajectories share.
     """
 
     index: int
@@ -70,9 +76,14 @@ class Turn:
     env_s: float
     stream: int = 0
     prompt_tokens: int = 0
+    repeated_prompt_tokens: int = 0
     cached_prompt_tokens: int | None = None
     sampled_tokens: int = 0
+    thinking_open: bool = False
+    invalid_calls: int = 0
+    tool_failures: tuple[str, ...] = ()
     retries: int = 0
+    loop_held_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +121,15 @@ class Trajectory:
         return next((line.strip() for line in reversed(lines) if any(map(str.isalnum, line))), self.stop_reason.value)
 
 
+def trajectory_name(group_id: str, sibling_index: int, attempt: int = 0) -> str:
+    """The id of one attempt; its completions are `{id}/0`, `{id}/1`, …, and no id is used twice.
+
+    >>> trajectory_name("step-1/t", 3), trajectory_name("step-1/t", 3, 1)
+    ('step-1/t/3', 'step-1/t/3~1')
+    """
+    return f"{group_id}/{sibling_index}" + (f"~{attempt}" if attempt else "")
+
+
 def is_success(reward: float) -> bool:
     """A reward of 1 or more; the terms of one may sum to 0.9999999999999999."""
     return reward >= 1.0 - 1e-6
@@ -117,11 +137,16 @@ def is_success(reward: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """The trajectories of one task that share a baseline."""
+    """The trajectories of one task that share a baseline.
+
+    `lost` holds the attempts that were begun again, or cancelled: no member of the group, but what was sampled for them
+    is in the ledger, and is accounted for as excluded.
+    """
 
     group_id: str
     task: Task
     trajectories: tuple[Trajectory, ...]
+    lost: tuple[Trajectory, ...] = ()
 
     @property
     def failures(self) -> tuple[Trajectory, ...]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from data.chat import Renderer, TemplateRenderer
 from data.ledger import Ledger
 from envs.base import Env
-from rollouts.config import RolloutConfig
+from envs.types import Task
+from rollouts.config import RolloutConfig, ScheduleConfig
 from rollouts.engine import RecordingEngine
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
-from rollouts.scheduler import sample_groups
-from rollouts.types import TrajectoryGroup
-from scripts.console import progress
+from rollouts.scheduler import Scheduler
+from rollouts.tally import Tally
+from rollouts.types import Trajectory, TrajectoryGroup
 from scripts.open_env import open_env, open_sandboxes
-from scripts.settings import EvalSettings
+from scripts.rollout_progress import show_rollouts
 from train.model import load_tokenizer
 
 
@@ -56,7 +57,8 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
                 env=env,
                 sandboxes=sandboxes,
                 limits=config.limits,
-                temperature=config.sampling.temperature,
+                sampling=config.sampling,
+                prices=config.prices,
                 tool_timeout_s=config.sandbox.tool_timeout_s,
                 seed=seed,
             )
@@ -64,18 +66,36 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
             await engine.close()
 
 
-async def attempt_tasks(settings: EvalSettings) -> list[TrajectoryGroup]:
-    """Attempt the configured tasks, `settings.attempts` times each, with a progress bar; errors as `open_runner`."""
-    async with open_runner(settings.rollout, model=settings.model, seed=settings.seed, ledger=Ledger()) as runner:
-        # The tasks are the same whatever the seed of the run, so that runs can be compared.
-        tasks = runner.env.tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
-        with progress() as bar:
-            place = bar.add_task("attempts", total=len(tasks) * settings.attempts, note="")
-            return await sample_groups(
-                runner,
-                tasks,
-                num_generations=settings.attempts,
-                prefix=settings.name,
-                schedule=settings.rollout.schedule,
-                on_done=lambda _: bar.advance(place),
-            )
+async def roll_out(
+    runner: Runner,
+    missing: Sequence[tuple[Task, Sequence[int]]],
+    *,
+    prefix: str,
+    schedule: ScheduleConfig,
+    tally: Tally,
+    on_done: Callable[[Trajectory], None],
+    on_group: Callable[[TrajectoryGroup], None] = lambda group: None,
+) -> None:
+    """Sample the siblings that are missing of each task, and show how it goes.
+
+    Args:
+        prefix: groups are `{prefix}/{task_id}`.
+        tally: what is there already; each trajectory is added to it.
+        on_done: hears of each trajectory as it ends.
+        on_group: hears of each group when its last trajectory is over.
+
+    Raises:
+        OutageError: nothing ends but by failures of our machinery.
+    """
+
+    def ended(trajectory: Trajectory) -> None:
+        tally.add(trajectory)
+        on_done(trajectory)
+
+    total = tally.trajectories + sum(len(siblings) for _, siblings in missing)
+    async with Scheduler(runner, schedule, on_done=ended) as scheduler:
+        for task, siblings in missing:
+            scheduler.submit(task, group_id=f"{prefix}/{task.task_id}", siblings=siblings)
+        async with show_rollouts(total, tally, lambda: scheduler.status):
+            async for group in scheduler:
+                on_group(group)

@@ -17,7 +17,7 @@ from data.chat import TemplateRenderer
 from data.ledger import Ledger
 from envs.base import Env
 from envs.sandbox.open import open_factory
-from rollouts.config import EngineConfig, LimitsConfig, ScheduleConfig
+from rollouts.config import EngineConfig, LimitsConfig, PricesConfig, SamplingConfig, ScheduleConfig
 from rollouts.engine import RecordingEngine
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
@@ -68,7 +68,8 @@ async def main(
             env=env,
             sandboxes=await open_factory("local"),
             limits=LimitsConfig(max_turns=2, max_turn_tokens=24, max_trajectory_tokens=24),
-            temperature=1.0,
+            sampling=SamplingConfig(),
+            prices=PricesConfig(),
             tool_timeout_s=5.0,
             seed=SEED,
         )

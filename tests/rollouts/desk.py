@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.chat import TemplateRenderer
+from data.chat import Renderer, TemplateRenderer
 from data.ledger import Ledger
-from data.types import Source
-from envs.base import Env, Split
+from data.types import Segment, Source, TokenStream
+from envs.base import Env, Split, TransientToolError
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
 from envs.sandbox.local import LocalFactory
 from envs.tools import call_error
 from envs.types import Message, Task, ToolCall, ToolResult, ToolSpec
-from rollouts.config import LimitsConfig
+from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig
 from rollouts.engine import Engine, RecordingEngine
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.runner import Runner
@@ -36,7 +37,8 @@ TASK = Task(task_id="t", prompt="Say ok.")
 
 
 class Desk:
-    """Tools that answer, that never return, and that fail; the reward is 1 when the last message says ok.
+    """Tools that answer, that never return, that end it, and that fail (`flaky` the first so many times as its text
+    says); the reward is 1 when the last message says ok.
 
     A prompt may ask for trouble: "no sandbox", "grading hangs", "grading fails".
     """
@@ -53,7 +55,7 @@ class Desk:
                 "additionalProperties": False,
             },
         )
-        for name in ("echo", "wait", "block", "break", "crash")
+        for name in ("echo", "wait", "block", "break", "crash", "done", "flaky")
     )
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
@@ -75,11 +77,12 @@ class Desk:
 
 
 class DeskSession:
-    """Every call that ran is in `executed`."""
+    """One attempt at the desk."""
 
     def __init__(self, task: Task, sandbox: Sandbox) -> None:
         self._task = task
         self._sandbox = sandbox
+        self.tried = 0
 
     async def call(self, call: ToolCall) -> ToolResult:
         error = call_error(call, Desk.tools)
@@ -94,7 +97,10 @@ class DeskSession:
             raise SandboxError("the sandbox is gone; start a new one")
         if call.name == "crash":
             raise RuntimeError("a fault of the environment")
-        return ToolResult(call_id=call.call_id, content=text)
+        self.tried += 1
+        if call.name == "flaky" and self.tried <= int(text):
+            raise TransientToolError(f"busy, {self.tried}")
+        return ToolResult(call_id=call.call_id, content=text, ends_trajectory=call.name == "done")
 
     async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
         if "grading hangs" in self._task.prompt:
@@ -132,23 +138,32 @@ def make_runner(
     env: Env | None = None,
     tool_timeout_s: float = 5.0,
     seed: int = 0,
+    renderer: Renderer = RENDERER,
+    sampling: SamplingConfig | None = None,
+    prices: PricesConfig | None = None,
     **limits: float,
 ) -> Runner:
-    values: dict[str, float] = {"max_turn_tokens": 1000, "max_trajectory_tokens": 4000, "wall_clock_s": 30.0}
+    values: dict[str, float] = {
+        "max_turn_tokens": 1000,
+        "max_trajectory_tokens": 4000,
+        "wall_clock_s": 30.0,
+        "retry_backoff_s": 0.0,
+    }
     return Runner(
         engine=engine,
-        renderer=RENDERER,
+        renderer=renderer,
         env=env if env is not None else Desk(),
         sandboxes=sandboxes,
         limits=LimitsConfig.model_validate(values | limits),
-        temperature=1.0,
+        sampling=sampling or SamplingConfig(),
+        prices=prices or PricesConfig(),
         tool_timeout_s=tool_timeout_s,
         seed=seed,
     )
 
 
-def attempt(engine: Engine, task: Task = TASK, **options: float) -> Trajectory:
-    """One attempt; whatever came of it, the stream must be the engine's prompts and completions, token for token."""
+def attempt(engine: Engine, task: Task = TASK, **options: Any) -> Trajectory:
+    """One attempt; whatever came of it, its streams must be the engine's prompts and completions, token for token."""
     ledger = Ledger()
     recording = RecordingEngine(engine, ledger)
     trajectory = in_sandboxes(
@@ -159,19 +174,33 @@ def attempt(engine: Engine, task: Task = TASK, **options: float) -> Trajectory:
 
 
 def check_record(trajectory: Trajectory, ledger: Ledger, engine: Engine) -> None:
-    (stream,) = trajectory.streams
-    sampled = [segment for segment in stream if segment.source is Source.MODEL]
+    """Every completion is in one stream, token for token, and has its turn; every prompt is what stands before it."""
+    sampled = [segment for stream in trajectory.streams for segment in stream if segment.source is Source.MODEL]
     recorded = [completion for completion in ledger if completion.token_ids]
     assert [s.completion_id for s in sampled] == [c.completion_id for c in recorded]
     assert [s.token_ids for s in sampled] == [c.token_ids for c in recorded]
     assert [s.logprobs for s in sampled] == [c.logprobs for c in recorded]
+    assert [turn.index for turn in trajectory.turns] == list(range(len(sampled)))
+    assert [turn.sampled_tokens for turn in trajectory.turns] == [len(s.token_ids) for s in sampled]
+    before = [
+        (number, tuple(stream.token_ids[:place]))
+        for number, stream in enumerate(trajectory.streams)
+        for place, segment in _places(stream)
+        if segment.source is Source.MODEL
+    ]
+    assert [(turn.stream, turn.prompt_tokens) for turn in trajectory.turns] == [(n, len(ids)) for n, ids in before]
     if isinstance(engine, ScriptedEngine):
-        # Each prompt begins with the one before it and what was sampled then.
-        grown: tuple[int, ...] = ()
-        for prompt, segment in zip(engine.prompts, [*sampled, None], strict=False):
-            assert prompt[: len(grown)] == grown
-            grown = prompt + (segment.token_ids if segment is not None else ())
-        assert tuple(stream.token_ids)[: len(grown)] == grown
+        prompts = [prompt for _, prompt in before]
+        asked = engine.prompts[: len(prompts)]
+        assert asked == prompts
+        if len(engine.prompts) > len(asked):  # it gave no answer
+            assert tuple(trajectory.streams[-1].token_ids) == engine.prompts[-1]
+
+
+def _places(stream: TokenStream) -> list[tuple[int, Segment]]:
+    """Each segment with the place where it begins."""
+    ends = accumulate((len(segment.token_ids) for segment in stream), initial=0)
+    return list(zip(ends, stream, strict=False))
 
 
 def observations(trajectory: Trajectory) -> list[ToolResult]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from data.types import Completion, SamplingParams, Source
+from data.types import Completion, FinishReason, SamplingParams, Source
 from rollouts.engine_scripted import ScriptedEngine
+from rollouts.types import StopReason
 from tests.rollouts.desk import (
     STOP,
     TOKENIZER,
@@ -43,26 +44,67 @@ def test_a_stray_control_token_stays_and_shifts_nothing_a37(stray: str) -> None:
     assert strayed.reward == 1.0
 
 
-class OwnStopEngine(ScriptedEngine):
-    """It ends at an end-of-text token of its own, as servers do, and calls that a stop."""
+class EndingEngine(ScriptedEngine):
+    """It gives the answers as they are, and says `finish_reason` of each: what a server with stop tokens, stop strings
+    or a context of its own does."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], finish_reason: FinishReason) -> None:
+        super().__init__(answers)
+        self._answers = iter(answers)
+        self._finish_reason: FinishReason = finish_reason
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        own = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
-        wider = SamplingParams(max_tokens=params.max_tokens, stop_token_ids=(*params.stop_token_ids, own))
-        return await super().generate(completion_id, prompt_ids, wider)
+        self.prompts.append(tuple(prompt_ids))
+        answer = tuple(next(self._answers))
+        return Completion(
+            completion_id=completion_id,
+            token_ids=answer,
+            logprobs=(-1.0,) * len(answer),
+            finish_reason=self._finish_reason,
+            policy="p",
+            policy_version=(0,) * len(answer),
+        )
 
 
-def test_the_next_prompt_closes_every_turn_once_a36() -> None:
-    """With the stop token sampled, with another one, and (cut) with none."""
-    end_of_text = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
+def test_the_next_prompt_holds_a_turn_and_its_stop_token_once_a36() -> None:
     asked = say("", ("echo", "hi"))
-    for turn in (asked, [*asked[:-1], end_of_text]):
-        engine = OwnStopEngine([turn, say("ok")])
-        trajectory = attempt(engine)
-        following = engine.prompts[1][len(engine.prompts[0]) + len(turn) :]
-        assert list(trajectory.streams[0].token_ids)[: len(engine.prompts[1])] == list(engine.prompts[1])
-        assert (turn[-1] == STOP) != (following[0] == STOP), "the turn is closed once"
-        assert trajectory.reward == 1.0
-    cut = attempt(ScriptedEngine([asked]), max_turn_tokens=3)
-    (segment,) = [s for s in cut.streams[0] if s.source is Source.MODEL]
-    assert (list(segment.token_ids), len(segment.logprobs)) == (asked[:3], 3)
+    engine = ScriptedEngine([asked, say("ok")])
+    trajectory = attempt(engine)
+    following = engine.prompts[1][len(engine.prompts[0]) :]
+    assert list(following[: len(asked)]) == asked
+    assert following[len(asked)] != STOP, "the turn is closed once"
+    assert trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ending", "finish_reason", "why"),
+    [
+        ([TOKENIZER.convert_tokens_to_ids("<|endoftext|>")], "stop", "not one of the stop tokens"),
+        ([], "stop", "not one of the stop tokens"),
+        ([], "length", "and ended by its length, 1000 were asked for"),
+    ],
+    ids=["a stop token of its own", "a stop string", "a context of its own"],
+)
+def test_an_engine_that_ends_turns_by_rules_of_its_own_a36(
+    ending: list[int], finish_reason: FinishReason, why: str
+) -> None:
+    """What was sampled is on record and accounted for (`attempt` compares it with the ledger), and is never trained:
+    the policy would have gone on."""
+    turn = [*say("", ("echo", "hi"))[:-1], *ending]
+    trajectory = attempt(EndingEngine([turn], finish_reason))
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ENGINE_ERROR, None)
+    assert why in str(trajectory.error)
+    assert [turn.sampled_tokens for turn in trajectory.turns] == [len(turn)]
+
+
+def test_a_turn_that_was_cut_is_kept_as_it_is_a36() -> None:
+    cut = attempt(ScriptedEngine([say("", ("echo", "hi"))]), max_turn_tokens=3)
+    segments = list(cut.streams[0])
+    assert (list(segments[-1].token_ids), len(segments[-1].logprobs)) == (say("", ("echo", "hi"))[:3], 3)
+
+
+@pytest.mark.parametrize("logprobs", [[], [-1.0] * 1000], ids=["fewer", "more"])
+def test_a_completion_with_as_many_logprobs_as_it_likes_is_the_engine_s_fault_a36(logprobs: list[float]) -> None:
+    trajectory = attempt(ScriptedEngine([say("ok")], logprobs=lambda answer: logprobs))
+    assert (trajectory.stop_reason, trajectory.turns) == (StopReason.ENGINE_ERROR, ())
+    assert "must have one length" in trajectory.cause

@@ -134,13 +134,13 @@ def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
 
 
 def keys_under(rows: Sequence[Row], prefix: str) -> list[str]:
-    """The metrics `prefix…`, the largest in sum first."""
+    """The metrics `prefix…` that are not zero throughout, the largest in sum first."""
     sums: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():
             if key.startswith(prefix) and isinstance(value, int | float) and math.isfinite(value):
                 sums[key] = sums.get(key, 0.0) + value
-    return sorted(sums, key=lambda key: -sums[key])
+    return sorted(filter(sums.get, sums), key=lambda key: -sums[key])
 
 
 def grpo_setting(folder: Path, key: str) -> Any:

@@ -1,0 +1,272 @@
+"""What a tool returned → the text that a model reads: one text form for any type, one rule of cleaning, one way to cut.
+
+It is the same for warm-start data, training and evaluation. What a call *is* (its deadline, its failures) is in
+`tool_call.py`; that no text becomes a control token is the renderer's work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from numbers import Integral, Real
+from typing import Any
+
+from pydantic import BaseModel
+
+MAX_ITEMS = 10_000
+"""So many entries of lists and mappings are written; a list of a million is never rendered whole."""
+MAX_DEPTH = 32
+MAX_INTEGER_BITS = 4096
+WINDOW_CHARS = 100_000
+"""Of a longer text only so many characters at each end are looked at (more, where more tokens may be kept)."""
+_CHARS_A_TOKEN = 8
+"""A text of more characters than this for each token that it may have is cut without being counted whole."""
+
+# Terminal sequences: strings for the terminal (a title, a link), which end with BEL or ESC \; control sequences, with
+# erase-in-line (K) told apart; shorter ones; an ESC alone.
+_ESCAPE = re.compile(
+    r"\x1b[\]PX^_][^\x07\x1b\x9c\n]*+(?:\x07|\x1b\\|\x9c)?"
+    r"|(?:\x1b\[|\x9b)(?:(?P<erase>[0-2]?)K|[0-?]*+[ -/]*+[@-~])"
+    r"|\x1b[ -/]*+[0-~]"
+    r"|\x1b"
+)
+_UNSEEN = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
+_ANYTHING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_LINE_END = re.compile(r"(?<!\r)\r++\n")
+_MOVES = re.compile(r"(\r|\x08|\x1b[012])")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+_ZERO_WIDTH_JOINER = "\u200d"
+
+
+def observe(
+    content: object, *, max_tokens: int | None = None, encode: Callable[[str], Sequence[int]] | None = None
+) -> str:
+    """What a tool returned, as the model reads it: `as_text`, then `clean`, then cut to `max_tokens`.
+
+    Args:
+        max_tokens: the text has at most so many tokens: its head and its tail, and between them a line that says how
+            many tokens went (about how many, where the text was too long to count them all). None: it is cut only
+            where it is longer than any context.
+        encode: text → token ids, to count them; the renderer's `encode_text`.
+
+    >>> observe({"ok": True}), observe("10%\\r100%\\n"), observe(None)
+    ('{"ok": true}', '100%\\n', 'null')
+    """
+    text = as_text(content)
+    window = max(WINDOW_CHARS, _CHARS_A_TOKEN * (max_tokens or 0))
+    unseen = max(0, len(text) - 2 * window)
+    head, tail = (clean(text[:window]), clean(text[-window:])) if unseen else (clean(text), "")
+    if max_tokens is not None:
+        assert encode is not None
+        return _cut(head, tail, unseen, max_tokens, lambda piece: len(encode(piece)))
+    return f"{head}\n[… {unseen} characters left out …]\n{tail}" if unseen else head
+
+
+def as_text(content: object) -> str:
+    """The one text form of any value.
+
+    Text stays as it is; bytes are read as UTF-8, with U+FFFD for what is none; an exception is `Type: message`; all
+    else is JSON, None being `null`. What JSON has no form for is written as text: NaN as "NaN", an object as its `str`
+    (without its address in memory, which differs from run to run). Long lists and deep nestings say what is left out.
+
+    >>> as_text({"größe": [1.5, float("nan")]}), as_text(b"\\xff"), as_text(ValueError("no"))
+    ('{"größe": [1.5, "NaN"]}', '�', 'ValueError: no')
+    """
+    if isinstance(content, str):
+        return content
+    try:
+        plain = _JsonForm().of(content)
+        return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    except Exception:  # an object of a tool's own, whose `str` or whose iteration fails
+        return f"<{type(content).__name__}>"
+
+
+def clean(text: str) -> str:
+    """The text that a terminal would show, line by line, in order: one rule for whatever programs print.
+
+    - Colours, titles, links and all other escape sequences are taken out.
+    - Within a line a carriage return goes back to its beginning, a backspace back by one, and what follows writes over
+      what is there; erase-in-line erases. So of a progress bar the last state is left. Windows line ends become `\\n`.
+    - Other control characters are taken out; tabs and line feeds stay. Half a surrogate pair becomes U+FFFD.
+
+    The time is linear in the length.
+
+    >>> clean("\\x1b[31mFAIL\\x1b[0m \\x1b]0;title\\x07\\n 10%\\r 50%\\r100%\\n"), clean("ab\\bc")
+    ('FAIL \\n100%\\n', 'ac')
+    """
+    if not _ANYTHING.search(text):
+        return text
+    text = _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", text)
+    # From here on an ESC stands for an erase-in-line, with its digit.
+    text = _ESCAPE.sub(lambda found: "" if found["erase"] is None else "\x1b" + (found["erase"] or "0"), text)
+    text = _LINE_END.sub("\n", _UNSEEN.sub("", text))
+    if not _MOVES.search(text):
+        return text
+    return "\n".join(_shown(line) if _MOVES.search(line) else line for line in text.split("\n"))
+
+
+def _shown(line: str) -> str:
+    """What is left of a line when its cursor moves back and writes over it."""
+    cells: list[str] = []
+    cursor = 0
+    for part in _MOVES.split(line):
+        if part == "\r":
+            cursor = 0
+        elif part == "\b":
+            cursor = max(0, cursor - 1)
+        elif part == "\x1b0":
+            del cells[cursor:]
+        elif part == "\x1b1":
+            cells[:cursor] = " " * min(cursor, len(cells))
+        elif part == "\x1b2":
+            cells = []
+        elif part:
+            cells += " " * (cursor - len(cells))
+            cells[cursor : cursor + len(part)] = part
+            cursor += len(part)
+    return "".join(cells)
+
+
+class _JsonForm:
+    """Makes one value what JSON can hold, within bounds."""
+
+    def __init__(self) -> None:
+        self._items_left = MAX_ITEMS
+
+    def of(self, value: object, depth: int = 0) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, Real):
+            return _number(value)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(value).decode("utf-8", "replace")
+        if isinstance(value, BaseException):
+            return f"{type(value).__name__}: {value}"
+        if depth == MAX_DEPTH:
+            return "…"
+        if isinstance(value, BaseModel):
+            value = value.model_dump()
+        elif is_dataclass(value) and not isinstance(value, type):
+            value = {field.name: getattr(value, field.name) for field in fields(value)}
+        if isinstance(value, Mapping):
+            return self._mapping(value, depth)
+        if isinstance(value, Set):  # in an order that does not depend on the process
+            return sorted(self._list(value, depth), key=str)
+        if isinstance(value, Sequence):
+            return self._list(value, depth)
+        return _ADDRESS.sub("", str(value))
+
+    def _mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        written: dict[str, Any] = {}
+        for key, item in value.items():
+            if not self._take():
+                written["…"] = f"{len(value) - len(written)} more"
+                break
+            name = key if isinstance(key, str) else as_text(key)
+            written[name] = self.of(item, depth + 1)
+        return written
+
+    def _list(self, value: Sequence[Any] | Set[Any], depth: int) -> list[Any]:
+        written: list[Any] = []
+        for item in islice(value, len(value)):
+            if not self._take():
+                written.append(f"… {len(value) - len(written)} more")
+                break
+            written.append(self.of(item, depth + 1))
+        return written
+
+    def _take(self) -> bool:
+        self._items_left -= 1
+        return self._items_left >= 0
+
+
+def _number(value: Real) -> int | float | str:
+    if isinstance(value, Integral):
+        whole = int(value)
+        bits = whole.bit_length()
+        return whole if bits <= MAX_INTEGER_BITS else f"an integer of {bits} bits"
+    number = float(value)
+    if math.isnan(number):
+        return "NaN"
+    return number if math.isfinite(number) else ("Infinity" if number > 0 else "-Infinity")
+
+
+def _cut(head: str, tail: str, unseen: int, max_tokens: int, count: Callable[[str], int]) -> str:
+    """The text with at most `max_tokens` tokens. It is `head`, `unseen` characters, `tail`; or `head` alone."""
+    window = _CHARS_A_TOKEN * max_tokens
+    if not unseen and len(head) <= 2 * window:
+        total, about = count(head), ""
+        if total <= max_tokens:
+            return head
+        first, last = head, head
+    else:
+        first, last = head[:window], (tail or head)[-window:]
+        density = (count(first) + count(last)) / max(1, len(first) + len(last))
+        total, about = round(density * (len(head) + unseen + len(tail))), "about "
+
+    def with_mark(front: str, back: str, gone: int) -> str:
+        return f"{front}\n[… {about}{gone} tokens left out …]\n{back}"
+
+    room = max_tokens - count(with_mark("", "", total))
+    while True:
+        front = _longest(first, room - room // 2, count, from_end=False)
+        # Where both are pieces of one text they must not overlap.
+        rest = last[len(front) :] if first is last else last
+        back = _longest(rest, room // 2, count, from_end=True)
+        text = with_mark(front, back, max(0, total - count(front) - count(back)))
+        over = count(text) - max_tokens
+        if over <= 0:
+            return text
+        if room <= 0:  # not even the mark has room
+            return _longest(text.strip(), max_tokens, count, from_end=False)
+        room -= over
+
+
+def _longest(text: str, most: int, count: Callable[[str], int], *, from_end: bool) -> str:
+    """A piece of `text` at one of its ends that has at most `most` tokens, and nearly as many where the text has them.
+
+    Its length is guessed from the tokens that the guess before it had. Counting works with any tokenizer, where cutting
+    between ids would not: decoding part of them need not give part of the text.
+    """
+    best, low, high = "", 0, len(text) + 1
+    guess = min(len(text), _CHARS_A_TOKEN // 2 * most)
+    for attempt in range(24):
+        if not low < guess < high:
+            break
+        piece = _piece(text, guess, from_end=from_end)
+        tokens = count(piece)
+        if tokens <= most:
+            best, low = piece, guess
+            if tokens >= 0.98 * most:
+                break
+        else:
+            high = guess
+        # Where the text is uneven the guesses may creep; halving ends that.
+        guess = guess * most // max(1, tokens) if attempt < 6 else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+    return best
+
+
+def _piece(text: str, length: int, *, from_end: bool) -> str:
+    """The first or last `length` characters, or a few less where the cut would part what is seen as one character."""
+    place = len(text) - length if from_end else length
+    for _ in range(64):
+        if not 0 < place < len(text) or not _is_one(text[place - 1], text[place]):
+            break
+        place += 1 if from_end else -1
+    return text[place:] if from_end else text[:place]
+
+
+def _is_one(left: str, right: str) -> bool:
+    """Whether two code points belong to one visible character: a mark on a letter, a joined emoji, a flag."""
+    if _ZERO_WIDTH_JOINER in (left, right) or "\U0001f3fb" <= right <= "\U0001f3ff":
+        return True
+    flags = "\U0001f1e6" <= left <= "\U0001f1ff" and "\U0001f1e6" <= right <= "\U0001f1ff"
+    return flags or unicodedata.category(right).startswith("M")
