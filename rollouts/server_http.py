@@ -1,0 +1,95 @@
+"""One request to one server: its answer, or what kind of failure it was.
+
+Two kinds. A fault of the server (it is gone, hangs, is full) may pass, or pass elsewhere: `ServerFault`. A refusal of
+the request (4xx) will be the same everywhere and every time: `EngineError`, never tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from json import JSONDecodeError
+from typing import Any, Literal
+
+import httpx
+
+from rollouts.engine import EngineError
+
+FaultKind = Literal["gone", "hung", "busy", "failed"]
+
+
+class ServerFault(Exception):
+    """A server did not answer a request that was right.
+
+    kind: `gone`: nothing listens there any more; `hung`: the time is over; `busy`: it asks to be left alone for a
+        while; `failed`: anything else.
+    """
+
+    def __init__(self, reason: str, kind: FaultKind = "failed") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+async def call(
+    client: httpx.AsyncClient,
+    address: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = 60.0,
+) -> dict[str, Any]:
+    """The JSON that the server answers; POST where there is a body, else GET. Cancelling it closes the connection, on
+    which vLLM takes the request out of its batch.
+
+    Raises:
+        ServerFault: no connection, no answer in time, 5xx, 429.
+        EngineError: any other status than 200, with what the server says; or no JSON.
+    """
+    response = await _send(client, address, path, body, timeout_s)
+    if response.status_code == 429 or response.status_code >= 500:
+        raise ServerFault(_status(path, response), "busy" if response.status_code in (429, 503) else "failed")
+    if response.status_code != 200:
+        raise EngineError(_status(path, response))
+    try:
+        answer = response.json()
+    except (JSONDecodeError, UnicodeDecodeError) as error:
+        raise EngineError(f"{path} answered no JSON: {response.text[:200]!r}") from error
+    if not isinstance(answer, dict):
+        raise EngineError(f"{path} answered no JSON object: {response.text[:200]!r}")
+    return answer
+
+
+async def check_health(client: httpx.AsyncClient, address: str, *, timeout_s: float) -> None:
+    """Raises `ServerFault` where `/health` does not say that all is well."""
+    response = await _send(client, address, "/health", None, timeout_s)
+    if response.status_code != 200:
+        raise ServerFault(_status("/health", response))
+
+
+async def _send(
+    client: httpx.AsyncClient, address: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+) -> httpx.Response:
+    method = "GET" if body is None else "POST"
+    clock = asyncio.timeout(timeout_s)
+    try:
+        async with clock:
+            return await client.request(method, address + path, json=body)
+    except httpx.ConnectError as error:
+        raise ServerFault(f"no connection ({error})", "gone") from error
+    except httpx.InvalidURL as error:
+        raise ValueError(f"server {address}: this is no address ({error}); write http://HOST:PORT") from error
+    except httpx.TransportError as error:
+        raise ServerFault(f"{path}: the connection broke ({error!r})") from error
+    except TimeoutError as error:
+        if not clock.expired():
+            raise
+        raise ServerFault(f"{path}: no answer within {timeout_s:g} s", "hung") from error
+
+
+def _status(path: str, response: httpx.Response) -> str:
+    """What the server says, in one line."""
+    try:
+        said = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        said = response.text
+    return f"{path} answered {response.status_code}: {' '.join(str(said).split())[:500] or 'nothing'}"

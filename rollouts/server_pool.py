@@ -1,0 +1,312 @@
+"""Which server gets a request, and which of them live? Routing, health, and what happens when one dies.
+
+All turns of a trajectory go to one server, where its prefix is cached, and its siblings start there too while that
+server is not much fuller than the emptiest. Every server is watched: one that is gone, hangs or fails is taken out, at
+which its requests in flight end with a `ServerFault`; it is checked as at the start before it comes back. Everything
+here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from rollouts.engine import EngineError
+from rollouts.server_check import Checked, Wanted, check_server, differing
+from rollouts.server_http import ServerFault, call, check_health
+
+_LOG = logging.getLogger(__name__)
+
+_HOMES = 1 << 16
+"""So many trajectories and groups are remembered; nobody says when one has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long servers are waited for.
+
+    health_interval_s, health_timeout_s: how often each is asked whether it is well, and for how long; two failures in
+        a row take it out, a refused connection at once.
+    request_timeout_s: longer than the longest completion may take. A server that needs more hangs, and is taken out.
+    attempts: times that one completion is asked for in all.
+    backoff_s: before a failed request is sent again to the same server, and before a lost server is looked at again;
+        twice as long each further time, up to 15 s.
+    recovery_s: how long requests wait while there is no server at all.
+    """
+
+    health_interval_s: float = 2.0
+    health_timeout_s: float = 10.0
+    request_timeout_s: float = 600.0
+    attempts: int = 4
+    backoff_s: float = 0.5
+    recovery_s: float = 120.0
+
+    def backoff(self, times: int) -> float:
+        return min(self.backoff_s * 2**times, 15.0)
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server, as we know it now. `lost` is set, with the reason, when it is taken out."""
+
+    address: str
+    checked: Checked | None = None
+    lost: asyncio.Future[str] | None = None
+    reason: str = "not asked yet"
+    in_flight: int = 0
+    doubt: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to look at its health now."""
+
+    @property
+    def is_up(self) -> bool:
+        return self.lost is not None and not self.lost.done()
+
+
+@dataclass(slots=True)
+class ServerCounts:
+    """What happened so far.
+
+    resent: requests sent once more, whatever the reason.
+    lost, returned: times that a server was taken out, and that one came back.
+    """
+
+    resent: int = 0
+    lost: int = 0
+    returned: int = 0
+
+
+class ServerPool:
+    """The servers of one engine; built and used on the loop that watches them.
+
+    capacity: requests that one server samples at once.
+    accept: says whether a server that comes back has the right weights; raises `ValueError` with the reason.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        client: httpx.AsyncClient,
+        wanted: Wanted,
+        capacity: int,
+        patience: Patience,
+        accept: Callable[[Checked], None],
+    ) -> None:
+        self._client = client
+        self._wanted = wanted
+        self._capacity = capacity
+        self._patience = patience
+        self._accept = accept
+        self._homes: OrderedDict[str, Server] = OrderedDict()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self.servers = [Server(address) for address in addresses]
+        self.counts = ServerCounts()
+
+    async def open(self) -> None:
+        """Check every server, and watch them from then on.
+
+        Raises:
+            ValueError: a server is not what is wanted.
+            EngineError: a server does not answer.
+        """
+        checks = await asyncio.gather(*(self._check(server) for server in self.servers), return_exceptions=True)
+        for server, found in zip(self.servers, checks, strict=True):
+            if isinstance(found, ServerFault):
+                raise EngineError(
+                    f"server {server.address}: {found}; start it (see python -m scripts.serve --help), or take it out "
+                    "of engine.servers"
+                ) from found
+            if isinstance(found, BaseException):
+                raise found
+            self._check_same_weights(server, found)
+            self._take_in(server, found)
+        self._watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
+
+    async def check_again(self) -> None:
+        """Check every server that is up, after its weights have changed.
+
+        Raises:
+            EngineError: one does not answer, or its weights differ from another's.
+        """
+        up = [server for server in self.servers if server.is_up]
+        for server in self.servers:
+            server.checked = server.checked if server in up else None
+        try:
+            found = await asyncio.gather(*(self._check(server) for server in up))
+            for server in up:
+                server.checked = None
+            for server, checked in zip(up, found, strict=True):
+                self._accept(checked)
+                self._check_same_weights(server, checked)
+                server.checked = checked
+        except (ServerFault, ValueError) as error:
+            raise EngineError(f"after its weights changed: {error}") from error
+
+    async def close(self) -> None:
+        """Watch no more, and end what is in flight with a `ServerFault`; `pick` refuses from now on."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for server in self.servers:
+            if server.lost is not None and not server.lost.done():
+                server.lost.set_result("the engine is closed")
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def pick(self, trajectory_id: str, *, avoid: Server | None = None) -> Server:
+        """The server for a request, another one than `avoid` where there is one. Waits while there is none.
+
+        Raises:
+            EngineError: none came back in time, or the engine is closed.
+        """
+        try:
+            async with asyncio.timeout(self._patience.recovery_s), self._changed:
+                await self._changed.wait_for(lambda: self._closed or any(server.is_up for server in self.servers))
+        except TimeoutError as error:
+            causes = "; ".join(f"{server.address}: {server.reason}" for server in self.servers)
+            raise EngineError(
+                f"no server came back within {self._patience.recovery_s:g} s ({causes}); start one again"
+            ) from error
+        if self._closed:
+            raise EngineError("the server engine is closed")
+        return self._route(trajectory_id, avoid)
+
+    async def send(self, server: Server, path: str, body: Any) -> dict[str, Any]:
+        """The server's answer, unless it is lost before it came.
+
+        Raises:
+            ServerFault: it did not answer; where that says that it is lost, it is taken out.
+            EngineError: it refused the request.
+        """
+        lost = server.lost
+        assert lost is not None
+        timeout_s = self._patience.request_timeout_s
+        server.in_flight += 1
+        asked = asyncio.create_task(call(self._client, server.address, path, body, timeout_s=timeout_s))
+        try:
+            await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise ServerFault(lost.result())
+            fault = asked.exception()
+            if isinstance(fault, ServerFault):
+                self._judge(server, fault)
+            return asked.result()
+        finally:
+            # In every case before anything else is tried, so that no answer can come later: the connection closes here.
+            server.in_flight -= 1
+            asked.cancel()
+            await asyncio.wait((asked,))
+
+    def _route(self, trajectory_id: str, avoid: Server | None) -> Server:
+        up = [server for server in self.servers if server.is_up]
+        up = [server for server in up if server is not avoid] or up
+        group_id = trajectory_id.rpartition("/")[0]
+        chosen = self._homes.get(trajectory_id)
+        if chosen not in up:
+            chosen = min(up, key=lambda server: server.in_flight)
+            sibling = self._homes.get(group_id)
+            if sibling in up and sibling.in_flight <= chosen.in_flight + self._capacity // 4:
+                chosen = sibling
+        assert chosen is not None
+        for name in (trajectory_id, group_id):
+            if name:
+                self._homes[name] = chosen
+                self._homes.move_to_end(name)
+        while len(self._homes) > _HOMES:
+            self._homes.popitem(last=False)
+        return chosen
+
+    def _judge(self, server: Server, fault: ServerFault) -> None:
+        if fault.kind in ("gone", "hung"):
+            self._take_out(server, str(fault))
+        elif fault.kind == "failed":
+            server.doubt.set()  # perhaps only this connection broke: its health says
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            try:
+                await (self._until_lost(server) if server.is_up else self._until_back(server))
+            except Exception:  # a watcher that ended would leave its server out, or hung, for ever
+                _LOG.exception("server %s: watching it failed; it goes on", server.address)
+                await asyncio.sleep(self._patience.health_interval_s)
+
+    async def _until_lost(self, server: Server) -> None:
+        failures = 0
+        while server.is_up:
+            try:
+                async with asyncio.timeout(self._patience.health_interval_s if not failures else 0.1):
+                    await server.doubt.wait()
+            except TimeoutError:
+                pass
+            server.doubt.clear()
+            try:
+                await check_health(self._client, server.address, timeout_s=self._patience.health_timeout_s)
+                failures = 0
+            except ServerFault as fault:
+                failures += 1
+                # One may be an idle connection that the server had closed.
+                if fault.kind == "gone" or failures == 2:
+                    self._take_out(server, str(fault))
+
+    async def _until_back(self, server: Server) -> None:
+        times = 0
+        while not server.is_up:
+            await asyncio.sleep(self._patience.backoff(times))
+            times += 1
+            try:
+                await check_health(self._client, server.address, timeout_s=self._patience.health_timeout_s)
+                checked = await self._check(server)
+                self._accept(checked)
+                self._check_same_weights(server, checked)
+            except (ServerFault, ValueError, EngineError) as error:
+                if str(error) != server.reason and not isinstance(error, ServerFault):
+                    _LOG.warning("server %s stays out: %s", server.address, error)
+                server.reason = str(error)
+                continue
+            self._take_in(server, checked)
+            self.counts.returned += 1
+            _LOG.warning("server %s is back", server.address)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _check(self, server: Server) -> Checked:
+        try:
+            return await check_server(self._client, server.address, self._wanted)
+        except EngineError as error:
+            raise ValueError(f"server {server.address}: {error}") from error
+
+    def _check_same_weights(self, server: Server, checked: Checked) -> None:
+        for other in self.servers:  # those that are out too, and what this one was before
+            if other.checked is None or other.checked.version != checked.version:
+                continue
+            difference = differing(checked.scores, other.checked.scores)
+            if difference is not None:
+                raise ValueError(
+                    f"server {server.address}: its logprobs differ from those of {other.address} by {difference:.2g} "
+                    f"nats in the mean, and both call their weights {checked.version!r}; start it with the same model"
+                )
+
+    def _take_in(self, server: Server, checked: Checked) -> None:
+        server.checked, server.reason = checked, "up"
+        server.lost = asyncio.get_running_loop().create_future()
+
+    def _take_out(self, server: Server, reason: str) -> None:
+        if not server.is_up:
+            return
+        assert server.lost is not None
+        server.reason = reason
+        server.lost.set_result(reason)
+        server.doubt.set()
+        self.counts.lost += 1
+        _LOG.warning(
+            "server %s is out (%s); its %d requests are sent to another one", server.address, reason, server.in_flight
+        )

@@ -1,0 +1,320 @@
+"""A stub of a vLLM server: real HTTP on a real port, a made-up model that is a function of the prompt and the seed.
+
+It speaks the few addresses that `ServerEngine` uses, and fails on demand: it dies, hangs, drops connections, answers
+any status. Its answers have the shape of vLLM 0.32's; tests/integration/test_vllm_servers.py asks the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 64
+Fault = int | str
+"""A status to answer with, or `drop` (the connection), `hang`, `abort` or `garbage`."""
+
+
+def save_stub_model(folder: Path) -> Path:
+    """What the engine reads of a model: its configuration, and weights for `load_weights`."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    LlamaConfig(vocab_size=VOCAB_SIZE, tie_word_embeddings=True).save_pretrained(folder)
+    save_file({"model.embed_tokens.weight": torch.zeros(VOCAB_SIZE, 2)}, folder / "model.safetensors")
+    return folder
+
+
+def distribution(context: Sequence[int], temperature: float, bias: int = 0) -> list[float]:
+    """Logprobs `[VOCAB_SIZE]` of the next token: the made-up model. Another `bias` is another model."""
+    logits = [((sum(context[-3:]) * 31 + token * 17 + bias) % 23) / 4 / (temperature or 1.0) for token in range(64)]
+    total = log(sum(exp(value) for value in logits))
+    return [value - total for value in logits]
+
+
+def sample(prompt_ids: Sequence[int], sampling: Mapping[str, Any], bias: int = 0) -> tuple[list[int], list[float], str]:
+    """Ids, logprobs and the finish reason."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    draws = random.Random(f"{sampling.get('seed')}/{list(prompt_ids)}")
+    while len(ids) < sampling["max_tokens"]:
+        row = distribution([*prompt_ids, *ids], sampling.get("temperature", 1.0), bias)
+        token = draws.choices(range(VOCAB_SIZE), [exp(value) for value in row])[0]
+        ids.append(token)
+        logprobs.append(row[token])
+        if token in sampling.get("stop_token_ids", ()):
+            return ids, logprobs, "stop"
+    return ids, logprobs, "length"
+
+
+class StubServer:
+    """One server. Everything about it may be changed while it runs.
+
+    faults: what the next requests for tokens get instead of an answer, in order.
+    is_held: requests for tokens wait until it is False.
+    change: applied to every answer, to make it wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "models/stub",
+        max_model_len: int = 512,
+        scale_out: bool = True,
+        token_ids: bool = True,
+        processed: bool = True,
+        dev_mode: bool = True,
+        adapters: Sequence[str] = (),
+        version: str = "default",
+        vocab_size: int = VOCAB_SIZE,
+        bias: int = 0,
+    ) -> None:
+        self.name, self.max_model_len, self.adapters = name, max_model_len, tuple(adapters)
+        self.scale_out, self.token_ids, self.processed, self.dev_mode = scale_out, token_ids, processed, dev_mode
+        self.version, self.vocab_size, self.bias = version, vocab_size, bias
+        self.start_version = version
+        self.faults: deque[Fault] = deque()
+        self.health: Fault = 200
+        self.is_held = False
+        self.change: Callable[[dict[str, Any]], None] = lambda answer: None
+        self.asked: list[Mapping[str, Any]] = []
+        """The bodies of all requests for tokens, probes left out."""
+        self.aborted = 0
+        """Requests whose client went away before the answer."""
+        self.running = 0
+        self.posts: list[str] = []
+        self.caches_in_use = 0
+        """So many times a reset of the prefix cache will be refused."""
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self.port = 0
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen, on the port that it had before; its weights are those it was made with."""
+        self.version, self._dead = self.start_version, False
+        self._server = _Listener(("127.0.0.1", self.port), _handler(self))
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def kill(self) -> None:
+        """Die as a killed process does: nobody listens, and every connection breaks."""
+        self._dead = True
+        self._server.shutdown()
+        self._server.server_close()
+        with self._lock:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if not self._dead:
+            self.kill()
+
+    # What the handler calls.
+
+    def enter(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(connection)
+
+    def leave(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._connections)
+
+    def count(self, change: int) -> None:
+        with self._lock:
+            self.running += change
+
+    def is_dead(self) -> bool:
+        return self._dead
+
+    def next_fault(self) -> Fault | None:
+        with self._lock:
+            return self.faults.popleft() if self.faults else None
+
+    def models(self) -> dict[str, Any]:
+        base = {"id": self.name, "root": self.name, "parent": None, "max_model_len": self.max_model_len}
+        return {"data": [base, *({"id": a, "root": f"/x/{a}", "parent": self.name} for a in self.adapters)]}
+
+    def answer(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        tokens_path = path == "/inference/v1/generate"
+        prompt = body["token_ids"] if tokens_path else body["prompt"]
+        sampling = body["sampling_params"] if tokens_path else body
+        if max(prompt) >= self.vocab_size:
+            return _error(400, f"Token id {max(prompt)} is out of vocabulary")
+        if body.get("model") not in (None, self.name, *self.adapters):
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        ids, logprobs, reason = sample(prompt, sampling, self.bias)
+        if not self.processed:
+            logprobs = [distribution([*prompt, *ids[:place]], 1.0, self.bias)[token] for place, token in enumerate(ids)]
+        at = distribution(prompt, sampling.get("temperature", 1.0) if self.processed else 1.0, self.bias)
+        wanted = sampling.get("logprob_token_ids") or sorted(range(64), key=at.__getitem__)[-sampling["logprobs"] :]
+        top = {ids[0]: at[ids[0]]} | {token: at[token] for token in wanted if sampling["logprobs"]}
+        rows = [None, *({str(token): {"logprob": distribution(prompt[:i], 1.0, self.bias)[token]}}
+                        for i, token in enumerate(prompt) if i)]  # fmt: skip
+        if tokens_path:
+            content = [
+                {"token_id": token, "logprob": value, "top_logprobs": []}
+                for token, value in zip(ids, logprobs, strict=True)
+            ]
+            shown = list(top)[: max(sampling["logprobs"], 1)] if "logprob_token_ids" in sampling else list(top)
+            content[0]["top_logprobs"] = [{"token_id": token, "logprob": top[token]} for token in shown]
+            spans = [{"version": self.version, "start": 0, "end": len(ids)}]
+            choice = {"token_ids": ids, "finish_reason": reason, "logprobs": {"content": content}} | {
+                "weight_versions": spans
+            }
+            told = {"prompt_logprobs": rows if "prompt_logprobs" in sampling else None}
+        else:
+            names = [f"token_id:{token}" for token in ids]
+            tops = [{f"token_id:{token}": value for token, value in top.items()}]
+            choice = {
+                "token_ids": ids if self.token_ids else None,
+                "finish_reason": reason,
+                "logprobs": {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops},
+                "prompt_logprobs": rows if "prompt_logprobs" in sampling else None,
+            }
+            told = {}
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": len(prompt) // 2}}
+        answer = {"choices": [choice], "usage": usage, **told}
+        self.change(answer)
+        return 200, answer
+
+    def dev(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        if not self.dev_mode:
+            return _error(404, "Not Found")
+        if path == "/reset_prefix_cache":
+            self.caches_in_use -= 1
+            return 200, {"success": self.caches_in_use < 0}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path == "/collective_rpc" and not Path(body["kwargs"]["weights_path"], "model.safetensors").is_file():
+            return _error(500, "no such weights")
+        return 200, {"results": [None]}
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 256
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, or our own `kill`."""
+
+
+def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:
+    return status, {"error": {"message": message, "code": status}}
+
+
+def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            super().setup()
+            stub.enter(self.connection)
+
+        def finish(self) -> None:
+            stub.leave(self.connection)
+            with suppress(OSError):
+                super().finish()
+
+        def log_message(self, format: str, *args: Any) -> None: ...  # noqa: A002
+
+        def do_GET(self) -> None:
+            if self.path == "/health":
+                self._say_or_fail(stub.health, 200, {})
+            elif self.path == "/v1/models":
+                self._say(200, stub.models())
+            elif self.path == "/weight_info" and stub.dev_mode:
+                self._say(200, {"weight_version": stub.version})
+            else:
+                self._say(*_error(404, "Not Found"))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            stub.posts.append(self.path)
+            if self.path in ("/inference/v1/generate", "/v1/completions"):
+                self._generate(body)
+            else:
+                fault = stub.next_fault() if self.path == "/collective_rpc" else None
+                self._say_or_fail(fault, *stub.dev(self.path, body))
+
+        def _generate(self, body: Mapping[str, Any]) -> None:
+            if self.path == "/inference/v1/generate" and not stub.scale_out:
+                return self._say(*_error(403, "start the server with --enable-scale-out"))
+            sampling = body.get("sampling_params", body)
+            is_probe = sampling["max_tokens"] == 1 and sampling.get("seed") == 0
+            if is_probe:
+                return self._say(*stub.answer(self.path, body))
+            stub.asked.append(body)
+            fault = stub.next_fault()
+            stub.count(1)
+            try:
+                if not self._wait(lambda: not stub.is_held):
+                    return None
+                status, answer = stub.answer(self.path, body)
+                if fault == "abort":
+                    answer["choices"][0]["finish_reason"] = "abort"
+                    fault = None
+                self._say_or_fail(fault, status, answer)
+            finally:
+                stub.count(-1)
+
+        def _wait(self, is_over: Callable[[], bool]) -> bool:
+            """Whether the client is still there when the wait is over."""
+            while not is_over():
+                readable, _, _ = select.select([self.connection], [], [], 0.01)
+                if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                    stub.aborted += 1
+                    self.close_connection = True
+                    return False
+                if stub.is_dead():
+                    return False
+            return True
+
+        def _say_or_fail(self, fault: Fault | None, status: int, answer: Mapping[str, Any]) -> None:
+            if fault == "hang":
+                self._wait(stub.is_dead)
+                self.close_connection = True
+            elif fault == "drop":
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+            elif fault == "garbage":
+                self._say(200, {"choices": []})
+            elif isinstance(fault, int) and fault != 200:
+                self._say(*_error(fault, f"the stub was told to answer {fault}"))
+            else:
+                self._say(status, answer)
+
+        def _say(self, status: int, answer: Mapping[str, Any]) -> None:
+            if stub.is_dead():
+                self.close_connection = True
+                return
+            text = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+    return Handler
