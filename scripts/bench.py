@@ -48,6 +48,13 @@ def _soak(arguments: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _rollouts(arguments: argparse.Namespace) -> dict[str, Any]:
+    from scripts.bench_rollouts import rollouts
+
+    quick = {"trajectories": 48, "limit": 16, "repeats": 1} if arguments.quick else {}
+    return rollouts(**{"model": arguments.model, "repeats": arguments.repeats, "seed": arguments.seed, **quick})
+
+
 def _learning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output_dir", type=Path, default=Path("runs/bench_learning"))
@@ -75,6 +82,14 @@ def _soak_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-daemon-restarts", action="store_true", help="use the machine's Docker daemon, and leave it alone")
 
 
+def _rollouts_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("models/embedded"))
+    add("--repeats", type=_count, default=3, help="timed runs of each contender (default 3)")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="48 trajectories, 16 at once, each contender once: two minutes")
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -97,6 +112,12 @@ BENCHMARKS: dict[str, tuple[str, str, Arguments, Measure]] = {
         "python -m scripts.bench sandbox",
         _sandbox_arguments,
         _sandbox,
+    ),
+    "rollouts": (
+        "256 trajectories with slow tools in one vLLM engine: ours against TRL's tool loop; and what a turn costs us",
+        "python -m scripts.bench rollouts",
+        _rollouts_arguments,
+        _rollouts,
     ),
     "soak": (
         "a thousand simulated trajectories, and what is left of them at the end; exit code 1 for anything",
