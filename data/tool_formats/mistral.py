@@ -31,7 +31,7 @@ from envs.types import ToolSpec
 _OPEN = "[TOOL_CALLS]"
 _OPENER = re.compile(re.escape(_OPEN))
 _NAMED = re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?\s*(?=\{)")
-_LIST = re.compile(r"\[\s*(?=[{\]])")
+_LIST = re.compile(r"\[(?!ARGS\]|CALL_ID\])")
 
 
 def _read(reading: Reading, found: re.Match[str]) -> Block:

@@ -113,8 +113,6 @@ def _literal(text: str) -> Any:
     except (RecursionError, MemoryError) as error:
         raise ValueError("is nested too deeply") from error
     except ValueError as error:
-        if error.args[:1] == ("source code string cannot contain null bytes",):
-            raise ValueError("holds a null character") from error
         reason = str(error)
         raise ValueError(reason if reason.startswith("is ") else f"cannot be taken: {reason}") from error
 

@@ -9,7 +9,7 @@
     </tool_call>
 
 Values are plain text; `values.typed` says which type they have. Nothing in them is escaped, so a value ends at the
-first `</parameter>` behind which the structure goes on, and one line break at either end belongs to the tags. A value
+first `</parameter>` behind which the structure goes on, and one line break at either end belongs to the tags. A text
 cannot hold what would be structure in its own place: `</parameter>` before another tag, or a line that begins with
 `<parameter=`. The function's tags may stand alone, and several in one `<tool_call>`.
 """
@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from data.tool_formats.json_calls import read_json
 from data.tool_formats.turn import (
     Bad,
     Block,
@@ -34,7 +35,7 @@ from data.tool_formats.turn import (
     skip_blank,
     tool_tags,
 )
-from data.tool_formats.values import NotGiven, typed
+from data.tool_formats.values import NotGiven, typed, types_of
 from envs.types import ToolSpec
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -42,6 +43,7 @@ _BEGIN = "<function="
 _OPENER = re.compile(f"{_OPEN}|{_BEGIN}")
 _FUNCTION = re.compile(r"<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>")
+_JSON = {"array", "object", "null"}
 _END, _FUNCTION_END = "</parameter>", "</function>"
 _STRUCTURAL_END = re.compile(rf"{_END}(?=\s*(?:<parameter=|{_FUNCTION_END}|{_CLOSE}))")
 _NEVER_CLOSED = re.compile(rf"\n\s*<parameter=|{_FUNCTION_END}\s*{_CLOSE}")
@@ -78,7 +80,7 @@ def _read_function(text: str, start: int, tools: Sequence[ToolSpec]) -> tuple[Ca
     arguments: dict[str, Any] = {}
     place = skip_blank(text, opening.end())
     while not text.startswith(_FUNCTION_END, place):
-        parameter, value, place = _read_parameter(text, place)
+        parameter, value, place = _read_parameter(text, place, tool)
         if parameter in arguments:
             raise Malformed(f"the parameter {shown(parameter)} stands twice", place)
         arguments[parameter] = typed(value, tool, parameter)
@@ -87,7 +89,7 @@ def _read_function(text: str, start: int, tools: Sequence[ToolSpec]) -> tuple[Ca
     return Call(opening[1], given), place + len(_FUNCTION_END)
 
 
-def _read_parameter(text: str, start: int) -> tuple[str, str, int]:
+def _read_parameter(text: str, start: int, tool: ToolSpec | None) -> tuple[str, str, int]:
     """The parameter at `start`, its text, and the place behind it."""
     opening = _PARAMETER.match(text, start)
     if not opening:
@@ -95,17 +97,29 @@ def _read_parameter(text: str, start: int) -> tuple[str, str, int]:
         reason = f"<parameter=NAME> or {_FUNCTION_END} must stand where {shown(rest)} does"
         raise Malformed(reason, start, at_end=not rest)
     name, begin = opening[1], opening.end()
-    end = _STRUCTURAL_END.search(text, begin)
-    if end and not _NEVER_CLOSED.search(text, begin, end.start()):
+    types = types_of(tool, name)
+    inside = _json_end(text, begin) if types and types <= _JSON else begin
+    end = _STRUCTURAL_END.search(text, inside)
+    if end and not _NEVER_CLOSED.search(text, inside, end.start()):
         return name, text[begin : end.start()].removeprefix("\n").removesuffix("\n"), end.end()
-    close = text.find(_END, begin)
+    close = text.find(_END, inside)
     if end or close < 0:
-        raise Malformed(f"{_END} must follow the value of {shown(name)}", begin, at_end=not end)
+        raise Malformed(f"{_END} must follow the value of {shown(name)}", inside, at_end=not end)
     raise Malformed(f"{_FUNCTION_END} must follow the parameters", close + len(_END), at_end=True)
 
 
+def _json_end(text: str, start: int) -> int:
+    """The place behind a value that is a list or an object: tags in its strings are none. `start`, if it is neither."""
+    try:
+        return read_json(text, start)[1]
+    except Malformed as error:
+        if error.at_end:
+            raise
+        return start
+
+
 def _tags(tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    end = f"\n{_FUNCTION_END}\n{_CLOSE}"
+    end = f"{_FUNCTION_END}\n{_CLOSE}"  # the schema takes the line breaks before it
     return tool_tags(_OPEN, [schema_tag(f"{_OPEN}\n<function={tool.name}>\n", tool, end, "qwen_xml") for tool in tools])
 
 

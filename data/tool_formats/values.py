@@ -40,10 +40,7 @@ def typed(text: str, tool: ToolSpec | None, parameter: str) -> Any:
     >>> typed("5.0", tool, "n"), typed("five", tool, "n"), typed("5", tool, "m")
     (5, 'five', '5')
     """
-    root = tool.parameters if tool else {}
-    properties = root.get("properties")
-    schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-    types = _types(schema, root, _MAX_REFERENCES)
+    types = types_of(tool, parameter)
     if not types or types == {"string"}:
         return text
     bare = text.strip()
@@ -60,6 +57,14 @@ def typed(text: str, tool: ToolSpec | None, parameter: str) -> Any:
     kind = _JSON_TYPES.get(type(value), "")
     fits = kind in types or (kind == "integer" and "number" in types)
     return value if fits and kind != "string" else text
+
+
+def types_of(tool: ToolSpec | None, parameter: str) -> set[str]:
+    """The JSON types that the schema of a parameter takes; empty where it does not say."""
+    root = tool.parameters if tool else {}
+    properties = root.get("properties")
+    schema = properties.get(parameter) if isinstance(properties, Mapping) else None
+    return _types(schema, root, _MAX_REFERENCES)
 
 
 def _as_json(text: str) -> Any:

@@ -91,10 +91,7 @@ def test_any_text_is_read_without_an_exception(any_format: ToolFormat, finish_re
 
 def test_prose_around_calls_is_content_and_order_is_kept_b04(family: Family) -> None:
     calls: list[Call] = [("f", {"x": "]"}), ("g", {}), ("f", {"x": "[1, 2]"})]
-    if family.format == "react":
-        blocks = [f"\n{family.write([call])}\n" for call in calls]
-    else:
-        blocks = [f"\n{family.write([call])}\n" for call in calls]
+    blocks = [f"\n{family.write([call])}\n" for call in calls]
     turn = parse(family, "First:" + "and then".join(blocks) + "Done.")
     assert as_pairs(turn.calls) == calls
     assert turn.content.split() == ["First:", "and", "then", "and", "then", "Done."]
@@ -159,8 +156,10 @@ FENCED = '```json\n{"name": "f", "arguments": {"x": "use ```bash``` here"}}\n```
 def test_a_call_in_the_form_of_another_format_is_an_error_b11(family: Family) -> None:
     """Else it would end the trajectory as a final answer that nobody counts."""
     for other in FAMILIES:
-        if other.format in (family.format, "react") or (family.format, other.format) == ("llama3_json", "hermes"):
+        if other.format in (family.format, "react"):
             continue
+        if family.format == "llama3_json" and '"name"' in other.write([("f", {})]):
+            continue  # its own form between other marks
         turn = parse(family, f"I will look.\n{other.write([('f', {'x': 'a'})])}")
         assert any(isinstance(call, CallError) for call in turn.calls), other.format
         assert not any(isinstance(call, ToolCall) for call in turn.calls), other.format

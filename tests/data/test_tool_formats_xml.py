@@ -1,0 +1,154 @@
+"""Qwen3-Coder's XML, and plain text typed by the tool's schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from data.tool_formats.base import CallError, ParsedTurn
+from data.tool_formats.detect import tool_format
+from data.types import FinishReason
+from envs.tools import call_error
+from envs.types import ToolCall, ToolSpec
+from tests.contracts.tool_formats import as_pairs
+
+
+def spec(**properties: Any) -> ToolSpec:
+    place = {"type": "object", "properties": {"zip": {"type": "string"}}}
+    return ToolSpec(
+        name="f",
+        description="",
+        parameters={"type": "object", "properties": properties, "$defs": {"Place": place, "Id": {"type": "integer"}}},
+    )
+
+
+def parse(text: str, *tools: ToolSpec, finish_reason: FinishReason = "stop") -> ParsedTurn:
+    return tool_format("qwen3_coder").parse(text, call_id_prefix="c", finish_reason=finish_reason, tools=tools)
+
+
+def only(text: str, *tools: ToolSpec) -> ToolCall:
+    (call,) = parse(text, *tools).calls
+    assert isinstance(call, ToolCall), call
+    return call
+
+
+def test_a_text_that_looks_like_a_number_stays_a_text_b08() -> None:
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=zip>\n02134\n</parameter>\n<parameter=tag>true</parameter>\n"
+        "<parameter=n>5.0</parameter>\n</function>\n</tool_call>"
+    )
+    tool = spec(zip={"type": "string"}, tag={"type": "string"}, n={"type": "integer"})
+    call = only(text, tool)
+    assert call.arguments == {"zip": "02134", "tag": "true", "n": 5}
+    assert type(call.arguments["n"]) is int
+
+
+def test_an_integer_that_is_none_stays_for_the_schema_check_b09() -> None:
+    tool = spec(n={"type": "integer"})
+    call = only("<tool_call><function=f><parameter=n>2026-01-15</parameter></function></tool_call>", tool)
+    assert call.arguments == {"n": "2026-01-15"}
+    assert "'2026-01-15' is not of type 'integer' in 'n'" in str(call_error(call, [tool]))
+
+
+def test_an_empty_tag_is_not_given_unless_it_is_a_text_b14() -> None:
+    text = (
+        "<function=f><parameter=limit></parameter><parameter=tags>\n\n</parameter><parameter=name></parameter>"
+        "<parameter=flag>None</parameter></function>"
+    )
+    tool = spec(
+        limit={"type": "integer"}, tags={"type": "array"}, name={"type": "string"}, flag={"type": ["boolean", "null"]}
+    )
+    assert only(text, tool).arguments == {"name": "", "flag": None}
+    assert only(text, spec(**tool.parameters["properties"] | {"flag": {"type": "boolean"}})).arguments == {"name": ""}
+    assert only(text, spec(flag={"type": "string"})).arguments["flag"] == "None"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, " 5 ", 5),
+        ({"type": "integer"}, "9007199254740993.0", 9007199254740993),
+        ({"type": "integer"}, "02134", "02134"),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": "integer"}, "1e999", "1e999"),
+        ({"type": "integer"}, "1e22", 10**22),
+        ({"type": "integer"}, "9" * 5000, "9" * 5000),
+        ({"type": "integer"}, "true", "true"),
+        ({"type": "number"}, "5.0", 5.0),
+        ({"type": "number"}, "5", 5),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "string"}, "  a ", "  a "),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "", ""),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5.0", 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "02134", "02134"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", 12),
+        ({"oneOf": [{"$ref": "#/$defs/Id"}, {"type": "null"}]}, "7", 7),
+        ({"$ref": "#/$defs/Place"}, '{"zip": "02134"}', {"zip": "02134"}),
+        ({"$ref": "#/$defs/Nothing"}, "7", "7"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"const": True}, "true", True),
+        ({"type": "array"}, '[1, "</parameter></function>"]', [1, "</parameter></function>"]),
+        ({"type": "array"}, "['a']", "['a']"),
+        ({"type": "object"}, "[1]", "[1]"),
+        ({"type": "object"}, '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
+        ({}, "5", "5"),
+        (True, "{}", "{}"),
+    ],
+    ids=str,
+)
+def test_values_have_the_type_of_their_schema_b08(schema: Any, text: str, value: Any) -> None:
+    call = only(f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>", spec(x=schema))
+    assert call.arguments == {"x": value}
+    assert type(call.arguments["x"]) is type(value)
+
+
+def test_a_schema_that_refers_to_itself_ends() -> None:
+    tool = ToolSpec(name="f", description="", parameters={"properties": {"x": {"$ref": "#/properties/x"}}})
+    assert only("<function=f><parameter=x>5</parameter></function>", tool).arguments == {"x": "5"}
+
+
+def test_one_line_break_at_either_end_belongs_to_the_tags() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n\n  indented\n\n</parameter>\n</function>\n</tool_call>"
+    assert only(text).arguments == {"x": "\n  indented\n"}
+
+
+def test_tags_inside_a_text_end_nothing() -> None:
+    value = "a </parameter> b </function> c </tool_call> d <tool_call> e <parameter=y> f"
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call> Done."
+    turn = parse(text)
+    assert as_pairs(turn.calls) == [("f", {"x": value})]
+    assert turn.content == "Done."
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("<function=f>\n<parameter=x>1\n<parameter=y>2</parameter>\n</function>", "</parameter> must follow"),
+        ("<function=f><parameter=x>1</parameter>", "</function> must stand where"),
+        ("<function=f><parameter=x>1</parameter><parameter=x>2</parameter></function>", "stands twice"),
+        ("<function=f>x=1</function>", "must stand where 'x=1</function>"),
+        ('{"name": "f", "arguments": {}}', "<function=TOOL> must come first"),
+        ("<function=f", "<function=TOOL> must come first"),
+        ("<function=f></function> and more", "</tool_call> must follow </function>"),
+        ("", "<function=TOOL> must come first"),
+    ],
+)
+def test_a_malformed_call_says_what_is_wrong_and_the_next_one_is_whole(body: str, reason: str) -> None:
+    good = "<tool_call>\n<function=g>\n<parameter=y>2</parameter>\n</function>\n</tool_call>"
+    failed, call = parse(f"<tool_call>\n{body}\n</tool_call>\n{good}").calls
+    assert isinstance(failed, CallError)
+    assert reason in failed.text
+    assert call == ToolCall(call_id="c_1", name="g", arguments={"y": "2"})
+
+
+def test_several_functions_in_one_block_and_a_function_alone() -> None:
+    both = "<function=f>\n<parameter=x>1</parameter>\n</function>\n<function=g>\n</function>"
+    for text in (f"<tool_call>\n{both}\n</tool_call>", both):
+        assert as_pairs(parse(text).calls) == [("f", {"x": "1"}), ("g", {})]
