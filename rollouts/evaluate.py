@@ -58,7 +58,10 @@ def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Eva
         pass_at_k={k: _mean_over_tasks(pass_at_k, graded, k) for k in ks},
         pass_hat_k={k: _mean_over_tasks(pass_hat_k, graded, k) for k in ks},
         counts=counts,
-        summary=summarise([trajectory for group in groups for trajectory in group.trajectories]),
+        summary=summarise(
+            [trajectory for group in groups for trajectory in group.trajectories],
+            [trajectory for group in groups for trajectory in group.lost],
+        ),
     )
 
 

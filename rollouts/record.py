@@ -70,19 +70,22 @@ class Record:
     """A trajectory file that is being written; nobody else can write it meanwhile, everybody can read it.
 
     A file that is there is gone on with: `settings` are then those in its header, and a torn last line has been cut
-    off (`torn_bytes`). A file that was opened and never written to is not left behind.
+    off (`torn_bytes`). `anew`: whatever is there is deleted. A file that was opened and never written to is not left
+    behind.
 
     Raises:
         ValueError: another process writes the file, or what is there is no trajectory file with a header.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, anew: bool = False) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _open_alone(path)
         self._size = 0
         try:
             # Read before anything is cut: it may be somebody's file of another kind.
+            if anew:
+                self._file.truncate(0)
             header = _header_to_go_on_with(path)
             self.torn_bytes = self._cut_torn_line()
             if self._size == len(header):  # nothing was recorded yet

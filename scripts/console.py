@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from data.gate import GateError
 from envs.sandbox.base import SandboxError
 from rollouts.engine import EngineError
+from rollouts.outage import OutageError
 
 # An OSError is a full disk, a missing file, a folder where a file should be.
-EXPECTED = (ValueError, OSError, SandboxError, EngineError, GateError)
+EXPECTED = (ValueError, OSError, SandboxError, EngineError, OutageError, GateError)
 
 
 def run_main(main: Callable[[], None]) -> None:

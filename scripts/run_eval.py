@@ -5,21 +5,38 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from data.ledger import Ledger
 from rollouts.evaluate import Evaluation, summarise_groups
-from rollouts.record import write_trajectories
+from rollouts.record import Record
+from rollouts.tally import Tally
+from rollouts.types import TrajectoryGroup
 from scripts.console import run_main
-from scripts.open_rollouts import attempt_tasks
-from scripts.settings import EvalSettings, load_settings
+from scripts.open_env import open_env
+from scripts.open_rollouts import open_runner, roll_out
+from scripts.settings import EvalSettings, load_settings, resolved
 from train.report.evaluations import EvaluationFile, write_evaluation
 
 
 async def run_eval(settings: EvalSettings) -> Evaluation:
-    """Attempt the tasks, write `output` (JSON) and the trajectories (`output` with .trajectories.jsonl)."""
-    groups = await attempt_tasks(settings)
+    """Attempt the tasks, write `output` (JSON) and the trajectories (`output` with .trajectories.jsonl), each as it
+    ends: where nothing could be graded, they say why."""
     output = Path(settings.output)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    # First of all: where nothing could be graded, they say why.
-    write_trajectories(output.with_suffix(".trajectories.jsonl"), trajectories)
+    # The tasks are the same whatever the seed of the run, so that runs can be compared.
+    tasks = open_env(settings.rollout.env).tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
+    ended: dict[str, TrajectoryGroup] = {}
+    ledger = Ledger()
+    async with open_runner(settings.rollout, model=settings.model, seed=settings.seed, ledger=ledger) as runner:
+        with Record(output.with_suffix(".trajectories.jsonl"), resolved(settings), anew=True) as record:
+            await roll_out(
+                runner,
+                [(task, range(settings.attempts)) for task in tasks],
+                prefix=settings.name,
+                schedule=settings.rollout.schedule,
+                tally=Tally(),
+                on_done=record.append,
+                on_group=lambda group: ended.update({group.task.task_id: group}),
+            )
+    groups = [ended[task.task_id] for task in tasks]
     result = summarise_groups(groups, attempts=settings.attempts)
     file = EvaluationFile(
         name=settings.name,

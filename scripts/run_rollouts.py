@@ -1,27 +1,128 @@
-"""Rollouts alone: attempt tasks and write the trajectories, one JSON line each."""
+"""Rollouts alone: attempt tasks and append each trajectory to a file when it ends.
+
+Started again with the same settings, it does what is missing: trajectories that are in the file are not sampled again,
+those that were lost to infrastructure are.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rollouts.record import write_trajectories
-from rollouts.summary import summarise
+from data.ledger import Ledger
+from envs.types import Task
+from rollouts.outage import OutageError
+from rollouts.record import Record
+from rollouts.tally import Tally
+from rollouts.types import Trajectory
 from scripts.console import run_main
-from scripts.open_rollouts import attempt_tasks
-from scripts.settings import RolloutSettings, load_settings
+from scripts.open_env import open_env
+from scripts.open_rollouts import open_runner, roll_out
+from scripts.settings import RolloutSettings, first_difference, load_settings, resolved
+
+_HASHED = 1 << 20
 
 
 async def run_rollouts(settings: RolloutSettings) -> str:
-    """Write the file; returns the line of result."""
-    trajectories = [trajectory for group in await attempt_tasks(settings) for trajectory in group.trajectories]
-    write_trajectories(Path(settings.output), trajectories)
-    row = summarise(trajectories)
-    return (
-        f"{len(trajectories)} trajectories in {settings.output}; reward {row['reward/mean']:.2f}, "
-        f"{row['length/mean']:.0f} sampled tokens and {row['turns/mean']:.1f} turns each, "
-        f"{row['trajectories/failed']:.0f} lost to infrastructure"
-    )
+    """Write what is missing in the file; returns the line of result.
+
+    Raises:
+        ValueError: the file holds trajectories that were sampled with other settings.
+        OutageError: no trajectory could be graded.
+    """
+    # The tasks are the same whatever the seed of the run, so that runs can be compared.
+    tasks = open_env(settings.rollout.env).tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
+    total = len(tasks) * settings.attempts
+    with Record(Path(settings.output), recorded_settings(settings)) as record:
+        difference = first_difference(dict(record.settings), recorded_settings(settings))
+        if difference:
+            raise ValueError(
+                f"{settings.output} holds trajectories of another configuration ({difference}); delete the file or "
+                "choose another output"
+            )
+        tally, missing = take_stock(record, tasks, settings)
+        if missing:
+            try:
+                await _sample(settings, record, tally, missing)
+            except asyncio.CancelledError:
+                print(f"{tally.graded} of {total} trajectories are in {settings.output}", file=sys.stderr)
+                raise
+    if not tally.graded:
+        raise OutageError(f"none of the {total} trajectories could be graded: {tally.first_cause}")
+    again = "; start the same command again to attempt those once more" if tally.lost else ""
+    return f"{tally.trajectories} trajectories in {settings.output}; {tally.line()}{again}"
+
+
+def take_stock(
+    record: Record, tasks: Sequence[Task], settings: RolloutSettings
+) -> tuple[Tally, list[tuple[Task, list[int]]]]:
+    """What is in the file already, and which siblings of which tasks are missing. Trajectories that were lost to
+    infrastructure are taken out: they are attempted again."""
+    tally, done = Tally(), set[tuple[str, int]]()
+
+    def is_done(trajectory: Trajectory) -> bool:
+        if trajectory.stop_reason.is_infrastructure:
+            return False
+        tally.add(trajectory)
+        done.add((trajectory.task_id, trajectory.sibling_index))
+        return True
+
+    lost = record.keep(is_done)
+    if record.torn_bytes:
+        print(f"{record.path}: the last line was cut off in the middle ({record.torn_bytes} bytes); dropped")
+    if done or lost:
+        again = f", {lost} that were lost to infrastructure are attempted again" if lost else ""
+        print(f"{record.path}: {len(done)} of {len(tasks) * settings.attempts} trajectories are there{again}")
+    siblings = {
+        task.task_id: [index for index in range(settings.attempts) if (task.task_id, index) not in done]
+        for task in tasks
+    }
+    return tally, [(task, siblings[task.task_id]) for task in tasks if siblings[task.task_id]]
+
+
+def recorded_settings(settings: RolloutSettings) -> dict[str, Any]:
+    """What the header of the file says: where it lies does not matter, and which weights there were does."""
+    values = resolved(settings)
+    del values["output"]
+    return values | {"weights": weights_digest(Path(settings.model))}
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells whether a model folder holds the same weights as before, without reading all of them: of each file the
+    size, the beginning and the end."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HASHED))
+            file.seek(max(0, size - _HASHED))
+            digest.update(file.read(_HASHED))
+    return digest.hexdigest()[:16]
+
+
+async def _sample(
+    settings: RolloutSettings, record: Record, tally: Tally, missing: Sequence[tuple[Task, Sequence[int]]]
+) -> None:
+    ledger = Ledger()
+
+    def on_done(trajectory: Trajectory) -> None:
+        record.append(trajectory)
+        ledger.forget()  # nothing is trained on here, and thousands of trajectories would fill the memory
+
+    async with open_runner(settings.rollout, model=settings.model, seed=settings.seed, ledger=ledger) as runner:
+        await roll_out(
+            runner,
+            missing,
+            prefix=settings.name,
+            schedule=settings.rollout.schedule,
+            tally=tally,
+            on_done=on_done,
+        )
 
 
 def main() -> None:

@@ -133,7 +133,11 @@ class EvalSettings(Settings):
 
 
 class RolloutSettings(EvalSettings):
-    """python -m scripts.run_rollouts --config configs/eval_quickstart.toml --output rollouts.jsonl"""
+    """python -m scripts.run_rollouts --config configs/eval_quickstart.toml --output rollouts.jsonl
+
+    Samples `attempts` trajectories of each task and appends each to `output` when it ends. Ctrl-C at any time: the same
+    command goes on with what is missing. It needs no model weights where engine.kind is "server".
+    """
 
 
 S = TypeVar("S", bound=Settings)
@@ -178,6 +182,8 @@ MAY_CHANGE = (
     "rollout.sandbox.warm",
     "rollout.engine.max_concurrent",
     "rollout.engine.gpu_memory_utilization",
+    "rollout.engine.servers",
+    "rollout.schedule.",
 )
 """Keys that a run may continue with another value of: they say where and how fast it is computed, not what."""
 

@@ -223,7 +223,10 @@ def samples_and_metrics(
         dead += not any(advantages)
         samples += group_samples(group, advantages, mask_truncated=config.mask_truncated_completions)
     excluded = Counter(reason.value for sample in samples for reason in sample.excluded if reason is not None)
-    row = summarise([trajectory for group in groups for trajectory in group.trajectories])
+    row = summarise(
+        [trajectory for group in groups for trajectory in group.trajectories],
+        [trajectory for group in groups for trajectory in group.lost],
+    )
     row |= {
         "groups/dead": dead / len(groups),
         "tokens/total": sum(len(sample) for sample in samples),

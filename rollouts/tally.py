@@ -1,0 +1,56 @@
+"""What has ended so far, in a few numbers that thousands of trajectories do not make larger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollouts.summary import sampled_tokens
+from rollouts.types import Trajectory
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Sums over the trajectories that were added. Reward, tokens and turns are of those that have a reward."""
+
+    trajectories: int = 0
+    lost: int = 0
+    first_cause: str | None = None
+    """What went wrong in the first that was lost."""
+    reward: float = 0.0
+    sampled_tokens: int = 0
+    turns: int = 0
+    generate_s: float = 0.0
+    env_s: float = 0.0
+    cost_usd: float = 0.0
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.trajectories += 1
+        self.cost_usd += trajectory.cost_usd
+        self.generate_s += sum(turn.generate_s for turn in trajectory.turns)
+        self.env_s += sum(turn.env_s for turn in trajectory.turns)
+        if trajectory.reward is None:
+            self.lost += 1
+            self.first_cause = self.first_cause or trajectory.cause
+            return
+        self.reward += trajectory.reward
+        self.sampled_tokens += sampled_tokens(trajectory)
+        self.turns += len(trajectory.turns)
+
+    @property
+    def graded(self) -> int:
+        return self.trajectories - self.lost
+
+    @property
+    def tool_share(self) -> float:
+        """The part of the time of all turns that went to tools."""
+        return self.env_s / max(self.env_s + self.generate_s, 1e-9)
+
+    def line(self) -> str:
+        """The result of a run, for a person."""
+        graded = max(1, self.graded)
+        lost = f"; {self.lost} lost to infrastructure, the first: {self.first_cause}" if self.lost else ""
+        cost = f", ${self.cost_usd:.4f}" if self.cost_usd else ""
+        return (
+            f"reward {self.reward / graded:.2f}, {self.sampled_tokens / graded:.0f} sampled tokens and "
+            f"{self.turns / graded:.1f} turns each{cost}{lost}"
+        )
