@@ -97,7 +97,7 @@ class Runner:
                         raise
                     stop_reason = StopReason.WALL_CLOCK
                 if stop_reason is StopReason.TOOL_ERROR:
-                    error = progress.turns[-1].tool_failures[-1]
+                    error = "\n".join(progress.turns[-1].tool_failures) or None
                 terms = await self._in_time("reward", session.grade(progress.messages))
             try:
                 reward, reward_terms = read_reward(terms)

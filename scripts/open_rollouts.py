@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from data.chat import Renderer, TemplateRenderer
+from data.chat import Renderer
 from data.ledger import Ledger
+from data.template_renderer import TemplateRenderer
 from envs.base import Env
 from envs.types import Task
 from rollouts.config import RolloutConfig, ScheduleConfig
@@ -36,6 +37,15 @@ def check_context(renderer: Renderer, env: Env, *, max_context_tokens: int) -> N
         )
 
 
+def renderer_of(config: RolloutConfig, model: str) -> Renderer:
+    """The renderer for a model folder.
+
+    Raises:
+        ValueError: the folder, its tokenizer or its chat template cannot be used.
+    """
+    return TemplateRenderer(load_tokenizer(model), name=model)
+
+
 @asynccontextmanager
 async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: Ledger) -> AsyncIterator[Runner]:
     """A runner over a model folder.
@@ -45,7 +55,7 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
         SandboxUnavailableError: there is no sandbox of the configured kind here.
         EngineError: the engine did not start.
     """
-    renderer = TemplateRenderer(load_tokenizer(model), name=model)
+    renderer = renderer_of(config, model)
     async with open_sandboxes(config.sandbox) as sandboxes:
         env = open_env(config.env, sandboxes=sandboxes)
         check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)

@@ -1,0 +1,92 @@
+"""Run recorded trajectories again, without an engine: do today's template, renderer and parser make the same streams
+and masks of them? Exit code 1 and the place of each difference where not."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollouts.config import RolloutConfig
+from rollouts.record import read_settings, read_trajectories
+from rollouts.replay import Replay
+from scripts.console import run_main
+from scripts.open_rollouts import renderer_of
+
+EXAMPLE = "python -m scripts.replay_rollouts rollouts.jsonl"
+_SHOWN = 20
+
+
+async def replay_file(path: Path, model: str | None) -> tuple[int, list[str], list[str]]:
+    """How many trajectories of a file were run again, what came out differently, and which could not be run.
+
+    Args:
+        model: the model folder; None: the one that they were sampled with.
+
+    Raises:
+        ValueError: the file does not say how its trajectories were sampled, or a line of it is none.
+    """
+    settings = settings_of(path)
+    config = RolloutConfig.model_validate(settings["rollout"])
+    replay = Replay(
+        renderer=renderer_of(config, model or settings["model"]),
+        limits=config.limits,
+        sampling=config.sampling,
+        prices=config.prices,
+        max_context_tokens=config.engine.max_context_tokens,
+    )
+    count, differences, skipped = 0, list[str](), list[str]()
+    for trajectory in read_trajectories(path):
+        try:
+            differences += await replay.differences(trajectory)
+            count += 1
+        except ValueError as error:
+            skipped.append(str(error))
+    return count, differences, skipped
+
+
+def settings_of(path: Path) -> Mapping[str, Any]:
+    """What the trajectories of a file were sampled with: as its header says, or the run folder that it lies in.
+
+    Raises:
+        ValueError: neither says it.
+    """
+    settings = read_settings(path)
+    config = path.resolve().parent.parent / "config.toml"
+    if settings is None and config.is_file():
+        settings = tomllib.loads(config.read_text(encoding="utf-8"))
+    if settings is None or not {"model", "rollout"} <= settings.keys():
+        raise ValueError(
+            f"{path}: neither its header nor a run folder says what its trajectories were sampled with; replay a file "
+            "of run_rollouts, of run_eval, or in the folder trajectories/ of a run"
+        )
+    return settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.replay_rollouts", description=__doc__, epilog=f"example: {EXAMPLE}"
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="trajectories (JSONL)")
+    parser.add_argument("--model", metavar="FOLDER", help="whose template and tokenizer (default: the recorded model)")
+    arguments = parser.parse_args()
+    count, differences, skipped = asyncio.run(replay_file(arguments.path, arguments.model))
+    for line in differences[:_SHOWN]:
+        print(line)
+    if len(differences) > _SHOWN:
+        print(f"… and {len(differences) - _SHOWN} more differences")
+    rest = f"; {len(skipped)} could not be run again, the first: {skipped[0]}" if skipped else ""
+    if differences:
+        print(f"replay: {count} trajectories run again, {len(differences)} differences{rest}")
+        sys.exit(1)
+    if not count:
+        raise ValueError(f"{arguments.path}: no trajectory could be run again{rest}")
+    print(f"replay: {count} trajectories give the same streams and masks{rest}")
+
+
+if __name__ == "__main__":
+    run_main(main)
