@@ -146,11 +146,11 @@ class ServerEngine:
         return await self._loop.run(self._ask("a score", "", ask))
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        """See `Engine.load_weights`: through a file that every server reads. All take them, or the engine is broken
-        until they do.
+        """See `Engine.load_weights`: through a file that every server reads. All take them, those too that came back
+        without the last ones, or the engine is broken until they do.
 
         Raises:
-            EngineError: the servers were not started for it, requests run, a server is out, or one did not take them.
+            EngineError: the servers were not started for it, requests run, or one of them did not take the weights.
         """
         self._sleep.check_can_load()
         if self._wanted.adapter is not None:
@@ -253,9 +253,6 @@ class ServerEngine:
         running = [f"{server.address}: {server.in_flight}" for server in self._pool.servers if server.in_flight]
         if running:
             raise EngineError(f"load_weights while requests run ({', '.join(running)}): wait for them, or cancel them")
-        out = [f"{server.address}: {server.reason}" for server in self._pool.servers if not server.is_up]
-        if out:
-            raise EngineError(f"load_weights while servers are out ({'; '.join(out)}): they would keep the old weights")
         addresses = [server.address for server in self._pool.servers]
         await drop_caches(self._client, addresses)  # first, so that a refusal leaves everything as it was
         self._broken = "the servers' weights are in doubt since loading failed; load them again, or start them again"

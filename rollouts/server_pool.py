@@ -131,22 +131,20 @@ class ServerPool:
         self._watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
     async def check_again(self) -> None:
-        """Check every server that is up, after its weights have changed.
+        """Check every server after its weights have changed, and take in those that were out for their old ones.
 
         Raises:
             EngineError: one does not answer, or its weights differ from another's.
         """
-        up = [server for server in self.servers if server.is_up]
-        for server in self.servers:
-            server.checked = server.checked if server in up else None
         try:
-            found = await asyncio.gather(*(self._check(server) for server in up))
-            for server in up:
+            found = await asyncio.gather(*(self._check(server) for server in self.servers))
+            for server in self.servers:
                 server.checked = None
-            for server, checked in zip(up, found, strict=True):
+            for server, checked in zip(self.servers, found, strict=True):
                 self._accept(checked)
                 self._check_same_weights(server, checked)
                 server.checked = checked
+                await self._return(server, checked)
         except (ServerFault, ValueError) as error:
             raise EngineError(f"after its weights changed: {error}") from error
 
@@ -272,11 +270,16 @@ class ServerPool:
                     _LOG.warning("server %s stays out: %s", server.address, error)
                 server.reason = str(error)
                 continue
-            self._take_in(server, checked)
-            self.counts.returned += 1
-            _LOG.warning("server %s is back", server.address)
-            async with self._changed:
-                self._changed.notify_all()
+            await self._return(server, checked)
+
+    async def _return(self, server: Server, checked: Checked) -> None:
+        if server.is_up:
+            return
+        self._take_in(server, checked)
+        self.counts.returned += 1
+        _LOG.warning("server %s is back", server.address)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _check(self, server: Server) -> Checked:
         try:

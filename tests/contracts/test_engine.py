@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from data.types import Completion, SamplingParams
 from rollouts.engine import Engine, EngineError
 from rollouts.engine_scripted import ScriptedEngine
+from rollouts.engine_server import ServerEngine
 from rollouts.engine_transformers import TransformersEngine
 from rollouts.engine_vllm import VllmEngine
 from rollouts.engine_vllm_start import VllmOptions
 from tests.requirements import require
+from tests.rollouts.real_servers import RealServer
 from tests.rollouts.tiny_llama import (
     MAX_CONTEXT,
     VOCAB_SIZE,
@@ -27,31 +30,45 @@ from tests.rollouts.tiny_llama import (
 )
 
 OLD, NEW = 0, 1  # seeds of the model
-REAL = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+REAL = [
+    "transformers",
+    pytest.param("vllm", marks=pytest.mark.vllm),
+    pytest.param("server", marks=[pytest.mark.vllm, pytest.mark.slow]),
+]
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engine]]:
-    """Engines by kind, each started once: vLLM takes some 20 s."""
+    """Engines by kind, each started once: vLLM takes some 20 s, a server of it a minute."""
     folder = save_llama(tmp_path_factory.mktemp("model"), OLD)
     started: dict[str, Engine] = {}
+    with ExitStack() as servers:
 
-    def get(kind: str) -> Engine:
-        if kind not in started:
-            started[kind] = build(kind, folder)
-        return started[kind]
+        def get(kind: str) -> Engine:
+            if kind not in started:
+                started[kind] = build(kind, folder, servers)
+            return started[kind]
 
-    yield get
-    for engine in started.values():
-        asyncio.run(engine.close())
+        yield get
+        for engine in started.values():
+            asyncio.run(engine.close())
 
 
-def build(kind: str, folder: Path) -> Engine:
+def build(kind: str, folder: Path, servers: ExitStack) -> Engine:
     if kind == "scripted":
         return ScriptedEngine(count_up, max_context_tokens=MAX_CONTEXT, vocab_size=VOCAB_SIZE)
     if kind == "transformers":
         return TransformersEngine(folder)
     require("vllm")
+    if kind == "server":
+        # The model has no tokenizer; ids need none.
+        more = ["--skip-tokenizer-init"]
+        server = RealServer(folder, folder.parent / "server.log", max_context_tokens=MAX_CONTEXT, more=more)
+        servers.callback(server.kill)
+        server.wait()
+        return ServerEngine(
+            [server.address], model=folder, max_context_tokens=MAX_CONTEXT, weights_folder=folder.parent / "weights"
+        )
     return VllmEngine(folder, options=VllmOptions(kv_cache_gib=0.0625))
 
 

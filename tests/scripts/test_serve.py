@@ -1,0 +1,36 @@
+"""The command that starts a server: what it prints for a GPU and for a CPU, and how it refuses bad input."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollouts.server_command import serve_command
+from tests.scripts.test_bad_input import error_line, run
+
+
+def test_it_prints_the_command_of_a_gpu_machine() -> None:
+    done = run("scripts.serve", "some/model", "--device", "gpu", "--adapter", "mine=a/b", "--takes-weights", "--print")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (
+        "VLLM_SERVER_DEV_MODE=1 vllm serve some/model --host 127.0.0.1 --port 8000 --max-model-len 1024 "
+        "--max-num-seqs 64 --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
+        "--enable-prompt-tokens-details --enable-lora --lora-modules mine=a/b"
+    )
+
+
+def test_on_a_cpu_no_prompt_is_split_over_steps() -> None:
+    """A seeded request whose prompt is split would end the server."""
+    text = str(serve_command("m", on_cpu=True, max_context_tokens=9000))
+    assert "--no-enable-chunked-prefill --max-num-batched-tokens 9000" in text
+    assert "vllm serve" not in text  # it fails there
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("models/none",), "model models/none: no such folder"),
+        (("models/embedded", "--adapter", "mine"), "--adapter mine: write NAME=FOLDER"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], says: str) -> None:
+    assert says in error_line(run("scripts.serve", *arguments))
