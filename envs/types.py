@@ -49,9 +49,9 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What came back from a call. `is_error` marks an observation that tells the model how to recover; `failed` says that
-    the tool itself did, whatever the call was: too many in a row end the trajectory. `ends_trajectory` says that the
-    environment is done and no further turn is sampled."""
+    """What came back from a call. `is_error` marks an observation that tells the model how to recover; `failed` says
+    that the tool itself did, whatever the call was: too many in a row end the trajectory. `ends_trajectory` says that
+    the environment is done and no further turn is sampled."""
 
     call_id: str
     content: str
