@@ -21,8 +21,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from data.chat import Renderer, TemplateRenderer
+from data.chat import Renderer
 from data.ledger import Ledger
+from data.template_renderer import TemplateRenderer
 from envs.types import Task
 from rollouts.config import EngineConfig
 from rollouts.engine import Engine, EngineError, RecordingEngine
@@ -81,7 +82,7 @@ def rollouts(
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         work, runs = asyncio.run(_compare(options, plan, renderer, Path(folder)))
     contenders = {name: summarise(runs, name, work) for name in CONTENDERS}
-    targets = _targets(contenders, cost)
+    targets = _targets(contenders, cost, judged=trajectories >= 256 and limit >= 64)
     return {
         "benchmark": "rollouts",
         "targets_met": {target["name"]: target["met"] for target in targets},
@@ -122,7 +123,7 @@ async def _compare(
             first = repeat % len(CONTENDERS)
             for name in (*CONTENDERS[first:], *CONTENDERS[:first]):
                 runs.append(await _timed(name, contenders[name], engine, timeline, plan, options.limit))
-                _check_work(name, engine, calls)
+                _check_work(name, engine, timeline, calls)
                 print(f"repeat {repeat}: {runs[-1]}", flush=True)
     finally:
         await vllm.close()
@@ -169,14 +170,22 @@ async def _timed(
     }
 
 
-def _check_work(name: str, engine: PlannedEngine, calls: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """What is sampled, the engine has checked; here that each prompt is the one that we would have written."""
+def _check_work(
+    name: str, engine: PlannedEngine, timeline: Timeline, calls: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """What is sampled, the engine has checked; here that each prompt is the one that we would have written.
+
+    Raises:
+        EngineError: the contender did other work, or vLLM put a request aside and took it up again.
+    """
     asked = engine.prompts
     if asked.keys() != calls.keys():
         raise EngineError(f"{name} asked for {len(asked)} turns, the plan has {len(calls)}")
     for call, (prompt, _) in calls.items():
         if asked[call] != prompt:
             raise EngineError(f"{name}: the prompt of {call} has {len(asked[call])} tokens and is not the plan's")
+    if not len(timeline.joined) == len(timeline.left) == len(calls):
+        raise EngineError(f"{name}: {len(timeline.joined)} sequences came into the batch for {len(calls)} turns")
 
 
 def _work(plan: Plan, calls: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
@@ -212,19 +221,30 @@ def summarise(runs: Sequence[Mapping[str, Any]], name: str, work: Mapping[str, A
     }
 
 
-def _targets(contenders: Mapping[str, Mapping[str, Any]], cost: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`times_trl_at_once` has no target: it is not how TRL runs, but the most that its loop could be."""
+def _targets(
+    contenders: Mapping[str, Mapping[str, Any]], cost: Mapping[str, Any], *, judged: bool
+) -> list[dict[str, Any]]:
+    """The targets are those of a whole run; a smaller one is not `judged`.
+
+    `times_trl_at_once` has none: it is not how TRL runs, but the most that its loop could be.
+    """
     ours = contenders["ours"]
     ratio, at_once = (round(contenders[name]["seconds"] / ours["seconds"], 2) for name in ("trl", "trl_at_once"))
+    own = cost["cpu_ms_per_turn"]
     return [
-        {"name": "times_trl", "value": ratio, "at_least": MIN_RATIO, "met": ratio >= MIN_RATIO},
+        {"name": "times_trl", "value": ratio, "at_least": MIN_RATIO, "met": ratio >= MIN_RATIO if judged else None},
         {"name": "times_trl_at_once", "value": at_once, "at_least": None, "met": None},
-        {"name": "busy", "value": ours["busy"], "at_least": MIN_BUSY, "met": ours["busy"] >= MIN_BUSY},
+        {
+            "name": "busy",
+            "value": ours["busy"],
+            "at_least": MIN_BUSY,
+            "met": ours["busy"] >= MIN_BUSY if judged else None,
+        },
         {
             "name": "own_cost_ms",
-            "value": cost["cpu_ms_per_turn"],
+            "value": own,
             "below": MAX_OWN_COST_MS,
-            "met": cost["cpu_ms_per_turn"] < MAX_OWN_COST_MS,
+            "met": own < MAX_OWN_COST_MS if judged else None,
         },
     ]
 

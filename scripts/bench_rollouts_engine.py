@@ -172,17 +172,19 @@ class _Script:
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-
-        if batch_update is not None:
-            now = time.perf_counter()
-            self._timeline.joined += [now] * len(batch_update.added)
-        process_dict_updates(self._rows, batch_update, self._row_of)
-
-    def _row_of(
-        self, params: Any, prompt_ids: list[int] | None, output_ids: list[int]
-    ) -> tuple[tuple[int, ...], bool, list[int]]:
-        return (*self._scripts[params.seed], output_ids)
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self._rows.pop(row, None)
+        for row, params, _, output_ids in batch_update.added:
+            self._rows[row] = (*self._scripts[params.seed], output_ids)
+        for one, other, direction in batch_update.moved:
+            moved, met = self._rows.pop(one, None), self._rows.pop(other, None)
+            if moved is not None:
+                self._rows[other] = moved
+            if met is not None and direction.name == "SWAP":
+                self._rows[one] = met
+        self._timeline.joined += [time.perf_counter()] * len(batch_update.added)
 
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), "every sequence of the batch samples in each step, by the script"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from data.chat import TemplateRenderer
+from data.template_renderer import TemplateRenderer
 from envs.types import ToolCall
 from rollouts.engine import EngineError
 from rollouts.engine_scripted import ScriptedEngine
