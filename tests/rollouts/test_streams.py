@@ -30,8 +30,8 @@ def thought(thinking: str, content: str = "", *texts: str) -> list[int]:
 
 
 def test_a_template_that_drops_thinking_begins_a_new_stream_a07() -> None:
-    """The second prompt does not begin as the first one did, so it is a stream of its own, in which the rewritten history
-    is context; it is counted."""
+    """The second prompt does not begin as the first one did, so it is a stream of its own, in which the rewritten
+    history is context; it is counted."""
     first, second, last = thought("hm, x", "So.", "x"), thought("", "Then.", "y"), thought("at last", "ok")
     engine = ScriptedEngine([first, second, last])
     trajectory = attempt(engine, renderer=DROPS)

@@ -8,9 +8,10 @@ import pytest
 
 from envs.lookup_calc import LookupCalc
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
-from envs.types import Message, Task, ToolCall, ToolSpec
+from envs.types import Message, Task, ToolCall, ToolResult, ToolSpec
+from rollouts.engine_scripted import ScriptedEngine
 from rollouts.synthesize import Synthesis, synthesize
-from tests.rollouts.desk import Desk, DeskSession, in_sandboxes
+from tests.rollouts.desk import Desk, DeskSession, attempt, in_sandboxes, observations, say
 
 
 def make(
@@ -187,3 +188,36 @@ def test_a_message_tells_when_each_is_done() -> None:
     )
     assert len(done) == len(result.demonstrations) == 3
     assert result.demonstrations[0].messages[-1] == Message(role="assistant", content="ok")
+
+
+class Colourful(Waiting):
+    """Its tool prints in colour, and a progress bar."""
+
+    def session(self, task: Task, sandbox: Sandbox) -> ColourfulSession:
+        return ColourfulSession(task, sandbox)
+
+
+class ColourfulSession(DeskSession):
+    async def call(self, call: ToolCall) -> ToolResult:
+        return ToolResult(call_id=call.call_id, content="\x1b[32mPASS\x1b[0m\n 10%\r100%\n")
+
+
+def test_warm_start_data_and_rollouts_clean_results_by_one_rule_b20() -> None:
+    (row,) = make(Colourful(), Desk().tasks("train", 1, 0)).demonstrations
+    (shown,) = [message.content for message in row.messages if message.role == "tool"]
+    trajectory = attempt(ScriptedEngine([say("", ("wait", "x")), say("ok")]), env=Colourful())
+    assert [result.content for result in observations(trajectory)] == [shown] == ["PASS\n100%\n"]
+
+
+class Crashing(Waiting):
+    """Its demonstrator calls a tool that fails by itself."""
+
+    def demonstrate(self, task: Task, messages: Sequence[Message], seed: int) -> Message:
+        call = ToolCall(call_id="c", name="crash", arguments={"text": "x"})
+        return Message(role="assistant", tool_calls=(call,))
+
+
+def test_a_tool_that_fails_by_itself_stops_the_work_with_its_cause() -> None:
+    """A conversation that shows it would teach that the tool is broken."""
+    with pytest.raises(RuntimeError, match=r"(?s)^task train-0-0: a tool failed.*RuntimeError: a fault of the env"):
+        make(Crashing(), Desk().tasks("train", 1, 0))
