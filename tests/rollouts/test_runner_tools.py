@@ -356,3 +356,38 @@ def test_a_session_never_sees_a_call_that_does_not_fit_b16() -> None:
     trajectory = attempt(ScriptedEngine([asked, say("ok")]), env=Wordy())
     assert [r.content for r in observations(trajectory)] == ["error: unknown tool 'delete'; tools: print"]
     assert trajectory.stop_reason is StopReason.FINAL_ANSWER
+
+
+class Shell(Desk):
+    """Whatever the tool, its text is a command line."""
+
+    def session(self, task: Task, sandbox: Sandbox) -> ShellSession:
+        return ShellSession(task, sandbox)
+
+
+class ShellSession(DeskSession):
+    async def call(self, call: ToolCall) -> ToolResult:
+        done = await self._sandbox.exec(str(call.arguments["text"]), timeout_s=60.0)
+        return ToolResult(call_id=call.call_id, content=done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("head -c 4096 /dev/urandom", id="random_b18"),
+        pytest.param("printf '\\377\\376'", id="undecodable_b18"),
+        pytest.param("printf '\\211PNG\\r\\n\\032\\n\\0\\0\\0\\rIHDR'", id="png_b18"),
+        pytest.param("yes | head -c 200M", id="lines_b19"),
+        pytest.param("head -c 50M /dev/zero | tr '\\0' x", id="one line_b19"),
+        pytest.param("head -c 10M /dev/zero | tr '\\0' x >&2", id="stderr_b19"),
+    ],
+)
+def test_whatever_a_command_prints_the_rollout_goes_on(command: str) -> None:
+    trajectory = attempt(
+        ScriptedEngine([say("", ("echo", command)), say("ok")]), env=Shell(), max_observation_tokens=64
+    )
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.FINAL_ANSWER, 1.0)
+    (result,) = observations(trajectory)
+    assert len(RENDERER.encode_text(result.content)) <= 64
+    assert ("tokens left out" in result.content) == ("-c" in command)
+    assert "\ufffd" in result.content or "left out" in result.content
