@@ -191,9 +191,9 @@ class ServerEngine:
     async def _open(self, addresses: Sequence[str], api_key: str | None) -> tuple[ServerPool, httpx.AsyncClient]:
         client = httpx.AsyncClient(
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-            # As many connections as requests: vLLM has the queue. Idle ones end before the server ends them (5 s), so
-            # that no request is written to a connection that is being closed.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            # As many connections as requests, for vLLM has the queue, and each for one request: none is written to a
+            # connection that the server is just closing, and httpx looks at every idle one whenever it needs one.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=httpx.Timeout(None, connect=10.0),
             trust_env=False,  # a proxy for the world outside is none for one's own servers
         )

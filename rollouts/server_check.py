@@ -75,8 +75,8 @@ async def check_server(client: httpx.AsyncClient, address: str, wanted: Wanted) 
 
 
 def probe_ids(vocab_size: int) -> list[int]:
-    """Ids from all over the vocabulary, the last one among them."""
-    return [(vocab_size - 1 + 7919 * index) % vocab_size for index in range(PROBE_TOKENS)]
+    """Ids from all over the vocabulary, the last one at the end."""
+    return [(vocab_size - 1 - 7919 * index) % vocab_size for index in reversed(range(PROBE_TOKENS))]
 
 
 def check_processed(ordinary: Mapping[int, float], hot: Mapping[int, float], vocab_size: int) -> None:
@@ -161,9 +161,11 @@ async def _find_wire(
 
 
 async def _check_vocabulary(client: httpx.AsyncClient, address: str, wire: Wire, wanted: Wanted) -> None:
-    """The probe held the last id; the one after it must be refused."""
+    """A logprob of the last id will be asked for; one of the id after it must be refused. (In a prompt it may pass: a
+    server without a tokenizer takes any id there.)"""
+    beyond = wire.ask_score([0, wanted.vocab_size], model=wanted.adapter)
     try:
-        await call(client, address, wire.path, wire.ask_top([wanted.vocab_size], temperature=1.0, model=wanted.adapter))
+        await call(client, address, wire.path, beyond)
     except EngineError:
         return
     raise EngineError(

@@ -60,6 +60,8 @@ class Server:
     lost: asyncio.Future[str] | None = None
     reason: str = "not asked yet"
     in_flight: int = 0
+    heard_s: float = 0.0
+    """When it last answered a request, on the loop's clock."""
     doubt: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to look at its health now."""
 
@@ -197,6 +199,8 @@ class ServerPool:
             fault = asked.exception()
             if isinstance(fault, ServerFault):
                 self._judge(server, fault)
+            else:
+                server.heard_s = asyncio.get_running_loop().time()
             return asked.result()
         finally:
             # In every case before anything else is tried, so that no answer can come later: the connection closes here.
@@ -250,8 +254,10 @@ class ServerPool:
                 await check_health(self._client, server.address, timeout_s=self._patience.health_timeout_s)
                 failures = 0
             except ServerFault as fault:
+                silent_s = asyncio.get_running_loop().time() - server.heard_s
+                if fault.kind == "hung" and silent_s < self._patience.health_timeout_s:
+                    continue  # it is busy, and answers others
                 failures += 1
-                # One may be an idle connection that the server had closed.
                 if fault.kind == "gone" or failures == 2:
                     self._take_out(server, str(fault))
 

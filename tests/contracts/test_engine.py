@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -38,37 +37,50 @@ REAL = [
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engine]]:
-    """Engines by kind, each started once: vLLM takes some 20 s, a server of it a minute."""
-    folder = save_llama(tmp_path_factory.mktemp("model"), OLD)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("model"), OLD)
+
+
+@pytest.fixture(scope="module")
+def server_engine(folder: Path) -> Iterator[Engine]:
+    """One real server for all tests: it takes a minute to start."""
+    require("vllm")
+    # The model has no tokenizer; ids need none.
+    more = ["--skip-tokenizer-init"]
+    server = RealServer(folder, folder.parent / "server.log", max_context_tokens=MAX_CONTEXT, more=more)
+    try:
+        server.wait()
+        weights = folder.parent / "weights"
+        engine = ServerEngine([server.address], model=folder, max_context_tokens=MAX_CONTEXT, weights_folder=weights)
+        yield engine
+        asyncio.run(engine.close())
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
+    """Engines by kind, each started once: vLLM takes some 20 s."""
     started: dict[str, Engine] = {}
-    with ExitStack() as servers:
 
-        def get(kind: str) -> Engine:
-            if kind not in started:
-                started[kind] = build(kind, folder, servers)
-            return started[kind]
+    def get(kind: str) -> Engine:
+        if kind == "server":
+            return request.getfixturevalue("server_engine")
+        if kind not in started:
+            started[kind] = build(kind, folder)
+        return started[kind]
 
-        yield get
-        for engine in started.values():
-            asyncio.run(engine.close())
+    yield get
+    for engine in started.values():
+        asyncio.run(engine.close())
 
 
-def build(kind: str, folder: Path, servers: ExitStack) -> Engine:
+def build(kind: str, folder: Path) -> Engine:
     if kind == "scripted":
         return ScriptedEngine(count_up, max_context_tokens=MAX_CONTEXT, vocab_size=VOCAB_SIZE)
     if kind == "transformers":
         return TransformersEngine(folder)
     require("vllm")
-    if kind == "server":
-        # The model has no tokenizer; ids need none.
-        more = ["--skip-tokenizer-init"]
-        server = RealServer(folder, folder.parent / "server.log", max_context_tokens=MAX_CONTEXT, more=more)
-        servers.callback(server.kill)
-        server.wait()
-        return ServerEngine(
-            [server.address], model=folder, max_context_tokens=MAX_CONTEXT, weights_folder=folder.parent / "weights"
-        )
     return VllmEngine(folder, options=VllmOptions(kv_cache_gib=0.0625))
 
 

@@ -159,8 +159,8 @@ class StubServer:
         tokens_path = path == "/inference/v1/generate"
         prompt = body["token_ids"] if tokens_path else body["prompt"]
         sampling = body["sampling_params"] if tokens_path else body
-        if max(prompt) >= self.vocab_size:
-            return _error(400, f"Token id {max(prompt)} is out of vocabulary")
+        if (largest := max([*prompt, *(sampling.get("logprob_token_ids") or ())])) >= self.vocab_size:
+            return _error(400, f"Token id {largest} is out of vocabulary")
         if body.get("model") not in (None, self.name, *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist.")
         ids, logprobs, reason = sample(prompt, sampling, self.bias)
@@ -168,7 +168,7 @@ class StubServer:
             logprobs = [distribution([*prompt, *ids[:place]], 1.0, self.bias)[token] for place, token in enumerate(ids)]
         at = distribution(prompt, sampling.get("temperature", 1.0) if self.processed else 1.0, self.bias)
         wanted = sampling.get("logprob_token_ids") or sorted(range(64), key=at.__getitem__)[-sampling["logprobs"] :]
-        top = {ids[0]: at[ids[0]]} | {token: at[token] for token in wanted if sampling["logprobs"]}
+        top = {ids[0]: at[ids[0]]} | {token: at[token % VOCAB_SIZE] for token in wanted if sampling["logprobs"]}
         rows = [None, *({str(token): {"logprob": distribution(prompt[:i], 1.0, self.bias)[token]}}
                         for i, token in enumerate(prompt) if i)]  # fmt: skip
         if tokens_path:

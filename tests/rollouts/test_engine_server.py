@@ -83,11 +83,13 @@ def trajectories(count: int, turn: int = 0) -> list[str]:
     return [f"step-0/task-{number // 4}/{number % 4}/{turn}" for number in range(count)]
 
 
-async def sample_held(engine: ServerEngine, servers: Sequence[StubServer], ids: Sequence[str]) -> list[Completion]:
+async def sample_held(
+    engine: ServerEngine, servers: Sequence[StubServer], ids: Sequence[str], **changed: Any
+) -> list[Completion]:
     """As `sample_all`, where no request is answered before the last one has come."""
     asked = sum(len(server.asked) for server in servers)
     hold(servers)
-    work = asyncio.create_task(sample_all(engine, ids))
+    work = asyncio.create_task(sample_all(engine, ids, **changed))
     await until(lambda: sum(len(server.asked) for server in servers) == asked + len(ids))
     release(servers)
     return await work
@@ -267,6 +269,17 @@ def test_every_sampling_parameter_is_sent(
     assert body["ignore_eos"] is True
     assert body["structured_outputs"] == {"structural_tag": '{"x": 1}'}
     assert (body["max_tokens"], body["stop_token_ids"]) == (6, [])
+
+
+def test_case_c25_completions_without_a_seed_get_one_each_whatever_the_server(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
+) -> None:
+    """A server has a seed of its own, the same in every server, and would give all of them the same tokens."""
+    servers = [stub(), stub()]
+    completions = asyncio.run(sample_held(connect(*servers), servers, trajectories(8), seed=None))
+    seeds = [body["sampling_params"]["seed"] for server in servers for body in server.asked]
+    assert len(set(seeds)) == len(seeds) == 8
+    assert len({completion.token_ids for completion in completions}) == 8
 
 
 def wrong_reason(answer: dict[str, Any]) -> None:
