@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollouts.types import Trajectory
+from rollouts.types import StopReason, Trajectory
 
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 30.0
-_ENOUGH = 8
-"""So many must be lost in a row before it is an outage."""
+_ENOUGH, _ENGINE_WEIGHT = 256, 32
+"""So many lost in a row are an outage, where one that the engine lost counts for 32: all have the same engine, but a
+few broken tasks lose all their trajectories too, one after the other."""
 
 
 class OutageError(RuntimeError):
@@ -46,6 +47,7 @@ class Outage:
     held_until: float = 0.0
     _holds: int = 0
     _lost: int = 0
+    _evidence: int = 0
     _begun_before: int = 0
 
     def hold(self, now: float) -> None:
@@ -56,7 +58,7 @@ class Outage:
 
     def is_over(self) -> None:
         """A trajectory ended as it should."""
-        self.held_until, self._holds, self._lost = 0.0, 0, 0
+        self.held_until, self._holds, self._lost, self._evidence = 0.0, 0, 0, 0
 
     def lost(self, trajectory: Trajectory, *, begun: int, oldest: int) -> None:
         """A trajectory is lost for good.
@@ -72,5 +74,6 @@ class Outage:
         if self._lost == 0:
             self._begun_before = begun
         self._lost += 1
-        if self._lost >= _ENOUGH and oldest >= self._begun_before:
+        self._evidence += _ENGINE_WEIGHT if trajectory.stop_reason is StopReason.ENGINE_ERROR else 1
+        if self._evidence >= _ENOUGH and oldest >= self._begun_before:
             raise OutageError(f"the last {self._lost} trajectories were lost, one after the other: {trajectory.cause}")
