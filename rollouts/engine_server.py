@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -231,18 +232,18 @@ class ServerEngine:
             EngineError: a server refused the request, every attempt failed, or no server was up for too long.
         """
         faults: list[str] = []
-        failed: Server | None = None
+        tried: list[Server] = []
         while True:
             if self._broken is not None:
                 raise EngineError(self._broken)
-            server = await self._pool.pick(trajectory_id, avoid=failed)
-            if server is failed:  # there is no other one
-                await asyncio.sleep(self._patience.backoff(len(faults) - 1))
+            server = await self._pool.pick(trajectory_id, avoid=tried[-1] if tried else None)
+            if server in tried:  # those that have not been asked are asked at once
+                await asyncio.sleep(self._patience.backoff(len(tried) - 1) * random.uniform(0.5, 1.5))
+            tried.append(server)
             try:
                 return await ask(server)
             except (ServerFault, AbortedError) as fault:
                 faults.append(f"{server.address}: {fault}")
-                failed = server
             except EngineError as error:
                 raise EngineError(f"{what}: server {server.address}: {error}") from error
             if len(faults) == self._patience.attempts:

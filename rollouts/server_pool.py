@@ -35,15 +35,15 @@ class Patience:
         a row take it out, a refused connection at once.
     request_timeout_s: longer than the longest completion may take. A server that needs more hangs, and is taken out.
     attempts: times that one completion is asked for in all.
-    backoff_s: before a failed request is sent again to the same server, and before a lost server is looked at again;
-        twice as long each further time, up to 15 s.
+    backoff_s: before a failed request is sent again to a server that had it, and before a lost server is looked at
+        again; twice as long each further time, up to 15 s.
     recovery_s: how long requests wait while there is no server at all.
     """
 
     health_interval_s: float = 2.0
     health_timeout_s: float = 10.0
     request_timeout_s: float = 600.0
-    attempts: int = 4
+    attempts: int = 5
     backoff_s: float = 0.5
     recovery_s: float = 120.0
 
