@@ -4,8 +4,8 @@
     hm[/think]so[call]{…}[end]      a turn: thinking, prose, a call (a JSON object with name and arguments)
     [tool]42[end][assistant]        the bridge
 
-With `drops_thinking`, the thinking of earlier turns is dropped when an observation comes, as some templates do, so that
-every turn that thought makes a new stream.
+With `drops_thinking`, thinking is dropped when an observation comes, as some templates do, so that every turn that
+thought makes a new stream. With `late` too, the last turn's is still kept then, and dropped one observation later.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Letters:
     control_tokens: Mapping[int, str] = {token: name for name, token in IDS.items()}
     several_calls = True
 
-    def __init__(self, *, drops_thinking: bool = False, grammar: str | None = None) -> None:
+    def __init__(self, *, drops_thinking: bool = False, late: bool = False, grammar: str | None = None) -> None:
         self._drops_thinking = drops_thinking
+        self._late = late
         self._grammar = grammar
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
@@ -52,7 +53,7 @@ class Letters:
         sampled_ids: Sequence[int],
         tools: Sequence[ToolSpec],
     ) -> list[Segment] | None:
-        if self._drops_thinking and CLOSE in sampled_ids:
+        if self._drops_thinking and CLOSE in (prompt_ids if self._late else sampled_ids):
             return None
         marked = [] if sampled_ids[-1] == END else [(END, False)]
         for message in messages:

@@ -53,6 +53,16 @@ def test_a_template_that_drops_thinking_begins_a_new_stream_a07() -> None:
     assert count_tokens([trajectory]).fresh == len(engine.prompts[0]) + len(engine.prompts[2]) - shared
 
 
+def test_after_a_rewritten_context_only_what_both_begin_with_is_not_fresh() -> None:
+    """The second context holds the thinking of the first turn, the third one does not."""
+    engine = ScriptedEngine([thought("hm", "So.", "x"), thought("", "Then.", "y"), thought("", "ok")])
+    trajectory = attempt(engine, renderer=Letters(drops_thinking=True, late=True))
+    assert [turn.stream for turn in trajectory.turns] == [0, 0, 1]
+    opening = len(engine.prompts[0])
+    assert [turn.repeated_prompt_tokens for turn in trajectory.turns] == [0, opening, opening]
+    assert count_tokens([trajectory]).fresh == len(engine.prompts[1]) + len(engine.prompts[2]) - opening
+
+
 def test_thinking_that_is_kept_needs_one_stream() -> None:
     first, last = thought("hm, x", "So.", "x"), thought("at last", "ok")
     trajectory = attempt(ScriptedEngine([first, last]), renderer=KEEPS)
@@ -73,9 +83,14 @@ turns = st.lists(
 
 
 @no_clock
-@given(plan=turns, drops=st.booleans(), room=st.integers(150, 3000), budget=st.integers(60, 2000))
+@given(
+    plan=turns,
+    renderer=st.sampled_from([KEEPS, DROPS, Letters(drops_thinking=True, late=True)]),
+    room=st.integers(150, 3000),
+    budget=st.integers(60, 2000),
+)
 def test_whatever_is_said_each_sampled_token_is_in_one_stream(
-    plan: list[tuple[str, str, list[str]]], drops: bool, room: int, budget: int
+    plan: list[tuple[str, str, list[str]]], renderer: Letters, room: int, budget: int
 ) -> None:
     """`attempt` compares streams, prompts and ledger; here the samples pass the gate too, wherever a limit ends it."""
     script = [*(thought(thinking, content, *texts) for thinking, content, texts in plan), thought("", "ok")]
@@ -83,7 +98,7 @@ def test_whatever_is_said_each_sampled_token_is_in_one_stream(
     ledger = Ledger()
     trajectory = in_sandboxes(
         lambda sandboxes: make_runner(
-            RecordingEngine(engine, ledger), sandboxes, renderer=DROPS if drops else KEEPS, max_trajectory_tokens=budget
+            RecordingEngine(engine, ledger), sandboxes, renderer=renderer, max_trajectory_tokens=budget
         ).run(TASK, group_id="g", sibling_index=0)
     )
     check_record(trajectory, ledger, engine)
