@@ -95,6 +95,7 @@ class Guard:
             if token.content.strip()
         }
         texts = {token.content for token in added.values()}
+        self._whole_words = {token.content for token in added.values() if token.single_word}
         nonce = secrets.token_hex(8)
         self._names = {token.content: f"\ue004{nonce}x{token_id}\ue005" for token_id, token in added.items()}
         self._copy, self._ids = copy_with_names(backend, self._names)
@@ -118,7 +119,7 @@ class Guard:
         lowered = [text.lower() for text in texts]
         self._heads = {text[:length] for text in lowered for length in range(1, len(text))}
         self._tails = {text[-length:] for text in lowered for length in range(1, len(text))}
-        self._all = START.join(lowered)
+        self._middles = {middle for text in lowered for middle in _middles(text)}
         self._longest = max(map(len, lowered), default=0)
 
     def count_forged(self, text: str) -> int:
@@ -183,6 +184,10 @@ class Guard:
             tokens.append(GuardedToken(self._ids.get(token, token), inside))
         return tokens
 
+    def encode_after(self, rendered: str) -> list[GuardedToken]:
+        """The same ids as behind other tokens; some tokenizers treat the beginning of a text otherwise."""
+        return self.encode(next(iter(self._names), "") + rendered)[bool(self._names) :]
+
     def encode_with_places(self, rendered: str) -> list[PlacedToken]:
         """The same ids, each with its place in `rendered`; for a renderer that finds out itself who wrote what."""
         text, _, pieces = self._with_names(rendered)
@@ -206,11 +211,9 @@ class Guard:
     def _open_edges(self, core: str) -> tuple[str, str]:
         """A break for each end of a text at which it could grow into a control token."""
         text = core.lower()
-        if text in self._all:
-            return BREAK, BREAK
         lengths = range(1, min(self._longest, len(text) + 1))
         before = any(text[:length] in self._tails for length in lengths)
-        after = any(text[-length:] in self._heads for length in lengths)
+        after = text in self._middles or any(text[-length:] in self._heads for length in lengths)
         return BREAK * before, BREAK * after
 
     def _with_names(self, rendered: str) -> tuple[str, list[tuple[int, int]], list[_Piece]]:
@@ -232,7 +235,8 @@ class Guard:
             length = add(rendered[place:start], place, start, same=True)
             place = end
             if control := found["control"]:
-                length = add(control if inside else self._names[control], start, end, same=inside)
+                as_text = inside or (control in self._whole_words and _in_a_word(rendered, start, end))
+                length = add(control if as_text else self._names[control], start, end, same=as_text)
             elif quoted := found["quoted"]:
                 length = add(self._quoted[quoted], start, end, same=False)
             elif found["mark"] == START:
@@ -242,6 +246,22 @@ class Guard:
                 contents.append((begin, length))
         add(rendered[place:], place, len(rendered), same=True)
         return "".join(parts), contents, pieces
+
+
+def _in_a_word(text: str, start: int, end: int) -> bool:
+    around = text[start - 1 : start] if start else "", text[end : end + 1]
+    return any(one.isalnum() or one == "_" for one in around)
+
+
+def _middles(token: str) -> set[str]:
+    """What a template may put between the punctuation of a control token.
+
+    >>> sorted(_middles("</b>"))
+    ['/b', 'b']
+    """
+    left = len(token) - len(re.sub(r"^\W+", "", token))
+    right = len(re.sub(r"\W+$", "", token))
+    return {token[start:end] for start in range(1, left + 1) for end in range(max(right, start + 1), len(token))}
 
 
 def _trie(texts: Iterable[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def copy_with_names(backend: Tokenizer, names: Mapping[str, str]) -> tuple[Token
 def _renamed(token: AddedToken, name: str) -> AddedToken:
     return AddedToken(
         name,
-        single_word=token.single_word,
+        single_word=False,  # whoever writes a name means it
         lstrip=token.lstrip,
         rstrip=token.rstrip,
         normalized=token.normalized,
