@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.chat import TemplateRenderer
+from data.template_renderer import TemplateRenderer
 from scripts.console import run_main
 
 TEMPLATE = Path("models/embedded/chat_template.jinja")

@@ -27,8 +27,9 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from data.chat import TemplateRenderer
+from data.open_renderer import open_renderer
 from data.types import TrainingSample
+from rollouts.config import RendererConfig
 from train.config import CheckpointConfig, OptimizerConfig, SftConfig, WandbConfig
 from train.metrics import MetricsLog, start_wandb
 from train.model import load_model, load_tokenizer
@@ -44,6 +45,7 @@ def run_sft(
     output_dir: Path,
     seed: int,
     config: SftConfig,
+    renderer_config: RendererConfig,
     optimizer: OptimizerConfig,
     checkpoint: CheckpointConfig,
     wandb: WandbConfig,
@@ -64,7 +66,7 @@ def run_sft(
         print(f"sft: {final} is there already; delete {output_dir} to start over", flush=True)
         return final
     tokenizer = load_tokenizer(model_path)
-    renderer = TemplateRenderer(tokenizer, name=model_path)
+    renderer = open_renderer(tokenizer, model=model_path, **renderer_config.model_dump())
     samples, report = load_samples(config, renderer, tokenizer)
     stop_token_id = renderer.stop_token_ids[0]
     arguments = sft_arguments(output_dir / "checkpoints", seed, config, optimizer, checkpoint)
@@ -73,6 +75,7 @@ def run_sft(
     start_after = found[1] if found else 0
     log: MetricsLog | None = None
     if arguments.process_index == 0:
+        print(f"sft: {renderer.description}", flush=True)
         print(f"sft: {report.line()} ({trained_by_source(samples)})", flush=True)
         if start_after:
             print(f"sft: continuing after step {start_after}", flush=True)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from data.chat import TemplateRenderer
 from data.demonstrations import Demonstration, read_demonstrations, to_sample, to_samples, write_demonstrations
+from data.template_renderer import TemplateRenderer
 from envs.types import Message, ToolCall, ToolSpec
 from tests.data.test_tool_calls import texts, values
 from tests.data.test_types import no_clock
@@ -284,15 +284,17 @@ def test_an_empty_trained_turn_is_dropped_and_counted(renderer: TemplateRenderer
     assert report.dropped == {"with an empty trained turn": 1}
 
 
-def test_a_conversation_that_cannot_be_written_is_named(renderer: TemplateRenderer) -> None:
-    tool = ToolSpec(name="f", description="Ends with <|im_end|>.", parameters={"type": "object", "properties": {}})
+def test_a_conversation_that_cannot_be_written_is_named() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    refusal = "{%- if tools and tools[0].function.name == 'g' %}{{- raise_exception('no g') }}{%- endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
     row = Demonstration(
         task_id="row-7",
         messages=(Message(role="user", content="Hi"), Message(role="assistant", content="Ho")),
-        tools=(tool,),
+        tools=(ToolSpec(name="g", description="", parameters={}),),
     )
-    with pytest.raises(ValueError, match=r"^conversation row-7: "):
-        to_samples([row], renderer, max_length=500)
+    with pytest.raises(ValueError, match=r"^conversation row-7: model m: .*no g"):
+        to_samples([row], TemplateRenderer(tokenizer, name="m"), max_length=500)
 
 
 def test_control_tokens_in_contents_are_counted(renderer: TemplateRenderer) -> None:

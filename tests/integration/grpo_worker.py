@@ -13,8 +13,8 @@ from typing import Literal, cast
 
 from accelerate import Accelerator
 
-from data.chat import TemplateRenderer
 from data.ledger import Ledger
+from data.template_renderer import TemplateRenderer
 from envs.base import Env
 from envs.sandbox.open import open_factory
 from rollouts.config import EngineConfig, LimitsConfig, PricesConfig, SamplingConfig, ScheduleConfig

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.chat import Renderer, TemplateRenderer
+from data.chat import Renderer
 from data.ledger import Ledger
+from data.template_renderer import TemplateRenderer
 from data.types import Segment, Source, TokenStream
 from envs.base import Env, Split, TransientToolError
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.chat import TemplateRenderer
 from data.collator import MicroBatch, pack
 from data.demonstrations import to_samples
+from data.template_renderer import TemplateRenderer
 from data.types import TrainingSample
 from tests.train.tiny import load_embedded_tokenizer, make_model, sampled_sample, save_model, some_conversations
 from train.config import CheckpointConfig, OptimizerConfig, SftConfig

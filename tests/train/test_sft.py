@@ -18,8 +18,8 @@ import trl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from data.chat import TemplateRenderer
 from data.demonstrations import to_sample, to_samples
+from data.template_renderer import TemplateRenderer
 from tests.train.sft_child import STEPS, sft
 from tests.train.tiny import (
     load_embedded_tokenizer,

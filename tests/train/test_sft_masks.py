@@ -14,8 +14,8 @@ import trl
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import TemplateRenderer
 from data.demonstrations import Demonstration, to_sample, to_samples
+from data.template_renderer import TemplateRenderer
 from data.types import TrainingSample
 from envs.types import Message, ToolCall
 from tests.train.tiny import TOOL, load_embedded_tokenizer, save_model, some_conversations, tool_conversation

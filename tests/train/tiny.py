@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from data.chat import TemplateRenderer
 from data.demonstrations import Demonstration, write_demonstrations
 from data.rows import SampleBuilder
+from data.template_renderer import TemplateRenderer
 from data.types import Completion, FinishReason, Segment, TrainingSample
 from envs.types import Message, ToolCall, ToolSpec
 

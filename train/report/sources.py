@@ -158,8 +158,8 @@ def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit:
     # AutoTokenizer would load torch and the code of models too, six seconds more.
     from transformers import PreTrainedTokenizerFast
 
-    from data.chat import TemplateRenderer
     from data.demonstrations import read_demonstrations, to_sample, why_dropped
+    from data.template_renderer import TemplateRenderer
 
     renderer = TemplateRenderer(PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True), name=str(model))
     rows = list(read_demonstrations(path))
