@@ -15,6 +15,8 @@ class Family:
     named_results: a tool result is headed by the name of its tool.
     call_ids: how the family's models number their calls, where results are headed by the number.
     between_results: what stands between two results, where the package's bridge takes one at most.
+    forgets_separator: the package's bridge leaves out what its own rendering has behind a stop token, unless it puts
+        that token in itself.
     pinned: template variables for which the package has a constant.
     """
 
@@ -23,11 +25,13 @@ class Family:
     named_results: bool = False
     call_ids: str | None = None
     between_results: str | None = None
+    forgets_separator: bool = False
     pinned: Mapping[str, str] = field(default_factory=dict)
 
 
 _QWEN_XML = Family(tool_format="qwen3_coder", switch="enable_thinking")
 _SWITCHED = Family(switch="enable_thinking")
+_LAGUNA = Family(switch="enable_thinking", forgets_separator=True)
 
 FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(tool_format="hermes", switch="enable_thinking"),
@@ -52,8 +56,8 @@ FAMILIES: Mapping[str, Family] = {
     "minimax-m2": Family(),
     "gemma4": Family(switch="enable_thinking", named_results=True),
     "hy3": Family(),
-    "laguna-xs.2": _SWITCHED,
-    "laguna-m.1": _SWITCHED,
+    "laguna-xs.2": _LAGUNA,
+    "laguna-m.1": _LAGUNA,
     "laguna-xs-2.1": _SWITCHED,
     "laguna-s-2.1": _SWITCHED,
     "inkling": Family(named_results=True),

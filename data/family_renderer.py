@@ -84,6 +84,8 @@ class FamilyRenderer:
         self.stop_token_ids = self._stop_tokens()
         self.several_calls = self._writes_several_calls()
         self._example = self._example_call()
+        self.differs: str | None = None
+        """Where it differs from the model's own chat template; set by who compares them (data/open_renderer.py)."""
 
     @property
     def description(self) -> str:
@@ -98,9 +100,10 @@ class FamilyRenderer:
         stops = " ".join(self.control_tokens[token] for token in self.stop_token_ids)
         calls = self._format.name if self._format else "its own"
         pinned = "".join(f"; {key} is {value}" for key, value in self._traits.pinned.items())
+        differs = f"; it differs from the model's chat template: {self.differs}" if self.differs else ""
         return (
             f"family {self.name}, hand-written; {kept}; turns end with {stops}; calls: {calls}{pinned}; "
-            f"{len(self.control_tokens)} control tokens guarded"
+            f"{len(self.control_tokens)} control tokens guarded{differs}"
         )
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
@@ -205,13 +208,15 @@ class FamilyRenderer:
         or would have to render it again."""
         # A stop token inside a turn (of a stop list other than ours) ends nothing.
         body = [token for token in sampled_ids[:-1] if token not in self.stop_token_ids] + list(sampled_ids[-1:])
+        ended = self._traits.forgets_separator and body[-1] == self.stop_token_ids[0] and len(body) > 1
+        body = body[:-1] if ended else body
         known = [*prompt_ids[-_TAIL:], *body]
         specs = [self._tokenizer.protect_all(tool.as_openai()) for tool in tools]
         rendered = self._package.bridge_to_next_turn(known[: -len(body)], body, rows, tools=specs or None)
         if rendered is None:
             return None
         assert rendered.token_ids[: len(known)] == known, f"family {self.name} rewrote a sampled turn"
-        return list(zip(rendered.token_ids[len(known) :], rendered.is_content[len(known) :], strict=True))
+        return list(zip(rendered.token_ids, rendered.is_content, strict=True))[len(known) + ended :]
 
     def _added_after_any_turn(
         self, rows: list[Any], sampled_ids: Sequence[int], tools: Sequence[ToolSpec]
@@ -220,7 +225,7 @@ class FamilyRenderer:
         result that answers no call. What comes next does not depend on what the turn says, so it is taken from behind
         an empty one; a result that cannot stand where it is becomes the user's word."""
         stop = self.stop_token_ids[0]
-        ends = [(stop,), *((token, stop) for token, text in self.control_tokens.items() if _ends_thinking(text))]
+        ends = [(stop,), *((token, stop) for token in self.control_tokens if self._ends_thinking(token))]
         told = [row | {"role": "user"} for row in rows]
         for wanted in (rows, told):
             for end in ends:
@@ -248,7 +253,8 @@ class FamilyRenderer:
         number = 0
         for message in messages:
             for call in message.tool_calls:
-                ids[call.call_id] = (self._traits.call_ids or call.call_id).format(name=call.name, number=number)
+                numbered = self._traits.call_ids
+                ids[call.call_id] = numbered.format(name=call.name, number=number) if numbered else call.call_id
                 number += 1
             rows.append(self._row(message, ids))
         return rows
@@ -297,6 +303,10 @@ class FamilyRenderer:
             rows = [results[0] | {"content": joined}, *(row for row in rows if row["role"] != "tool")]
         return rows
 
+    def _ends_thinking(self, token_id: int) -> bool:
+        token = self.control_tokens.get(token_id, "")
+        return token.startswith("</think") or token == "<channel|>"
+
     # What is found out once, at start-up.
 
     def _stop_tokens(self) -> tuple[int, ...]:
@@ -324,9 +334,11 @@ class FamilyRenderer:
     def _example_call(self) -> str:
         """A call as the family writes it, for a model that wrote one in another way."""
         try:
-            return self.decode(self._turn_ids(Message(role="assistant", tool_calls=(_EXAMPLE,)))[:-1]).strip()
+            turn = self._turn_ids(Message(role="assistant", tool_calls=(_EXAMPLE,)))
         except ValueError:
             return f"{_EXAMPLE.name} with the arguments {dict(_EXAMPLE.arguments)}"
+        begin = max(place for place, token in enumerate((0, *turn)) if place == 0 or self._ends_thinking(token))
+        return self.decode(turn[begin:-1]).strip()
 
     def _turn_ids(self, message: Message) -> tuple[int, ...]:
         ids = self._behind_header(message)
@@ -339,7 +351,7 @@ class FamilyRenderer:
                 f"family {self.name} writes no turn {'with' if message.thinking else 'without'} thinking behind the "
                 "header that it gives a turn to be sampled; see enable_thinking"
             )
-        if message.thinking and _ends_thinking(self.decode(ids[:1])):
+        if message.thinking and self._ends_thinking(ids[0]):
             # Dropped from what counts as history, and yet the header opened it.
             ids = (*self.encode_text(message.thinking), *ids)
         return ids if ids[-1] in self.stop_token_ids else (*ids, self.stop_token_ids[0])
@@ -359,15 +371,14 @@ class FamilyRenderer:
         missing = self.decode(header[same:]) + left_out
         for middle in range(same, end + 1):
             text = self.decode(ids[same:middle])
+            # As texts they may look the same and be others: what a message says looks like a token of the header.
+            if not missing.startswith(text[: len(missing)]) or any(
+                token in self.control_tokens for token in [*header[same:], *ids[same:middle]]
+            ):
+                return None
             if text.startswith(missing):
                 return (*self.encode_text(text[len(missing) :]), *ids[middle:])
-            if not missing.startswith(text):
-                return None
         return None
-
-
-def _ends_thinking(token: str) -> bool:
-    return token.startswith("</think") or token == "<channel|>"
 
 
 def _one_line(error: BaseException) -> str:
