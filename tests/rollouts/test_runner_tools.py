@@ -250,6 +250,38 @@ def test_a_tool_s_own_deadline_comes_before_the_run_s() -> None:
     assert not observations(trajectory)[0].failed, "the command was slow; the tool did what it should"
 
 
+class Tidy(Desk):
+    """A tool that never returns, and has something to put away when it is ended."""
+
+    def __init__(self) -> None:
+        self.put_away: list[str] = []
+
+    def session(self, task: Task, sandbox: Sandbox) -> TidySession:
+        return TidySession(task, sandbox, self.put_away)
+
+
+class TidySession(DeskSession):
+    def __init__(self, task: Task, sandbox: Sandbox, put_away: list[str]) -> None:
+        super().__init__(task, sandbox)
+        self._put_away = put_away
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+            self._put_away.append(call.call_id)
+        raise AssertionError("the event was never set")
+
+
+def test_a_tool_whose_deadline_passed_may_put_its_things_away() -> None:
+    env = Tidy()
+    trajectory = attempt(ScriptedEngine([say("", ("echo", "x")), say("ok")]), env=env, tool_timeout_s=0.1)
+    assert [result.content for result in observations(trajectory)] == ["error: echo gave no result within 0.1 s"]
+    assert env.put_away == ["call_0_0"]
+
+
 class Sleepy(Desk):
     """A tool that sleeps: in a thread, or (blocking everybody) on the event loop's own."""
 
