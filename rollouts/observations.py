@@ -27,6 +27,10 @@ WINDOW_CHARS = 100_000
 _CHARS_A_TOKEN = 8
 """A text of more characters than this for each token that it may have is cut without being counted whole."""
 
+_MOST_TOKENS_A_BYTE = 16
+"""Normalising (NFKC) makes at most 11 bytes of one, and no tokenizer makes more tokens than bytes: so short a text fits
+without being counted."""
+
 # Terminal sequences: strings for the terminal (a title, a link), which end with BEL or ESC \; control sequences, with
 # erase-in-line (K) told apart; shorter ones; an ESC alone.
 _ESCAPE = re.compile(
@@ -201,6 +205,8 @@ def _number(value: Real) -> int | float | str:
 def _cut(head: str, tail: str, unseen: int, max_tokens: int, count: Callable[[str], int]) -> str:
     """The text with at most `max_tokens` tokens. It is `head`, `unseen` characters, `tail`; or `head` alone."""
     window = _CHARS_A_TOKEN * max_tokens
+    if not unseen and _MOST_TOKENS_A_BYTE * len(head.encode()) <= max_tokens:
+        return head
     if not unseen and len(head) <= 2 * window:
         total, about = count(head), ""
         if total <= max_tokens:
