@@ -38,6 +38,8 @@ TOOLS = (
             "required": ["command"],
             "additionalProperties": False,
         },
+        # The command has its own; this one is for a sandbox that does not keep it.
+        timeout_s=MAX_TIMEOUT_S + 30.0,
     ),
     ToolSpec(
         name="edit_file",

@@ -95,7 +95,7 @@ class LimitsConfig(Section):
     max_tool_errors: int = Field(default=3, ge=1)
     """Turns in a row in which a tool itself failed, not the call."""
     max_cost_usd: float | None = Field(default=None, gt=0)
-    """By the prices of `rollout.prices`."""
+    """By the prices of `rollout.prices`; never exceeded: the last turn is cut where the money ends."""
     max_observation_tokens: int = Field(default=2048, ge=16)
     """A longer tool result loses its middle, and says how much went."""
     tool_retries: int = Field(default=2, ge=0)

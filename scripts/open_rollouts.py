@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from data.chat import Renderer
 from data.ledger import Ledger
-from data.template_renderer import TemplateRenderer
+from data.open_renderer import open_renderer
 from envs.base import Env
 from envs.types import Task
+from rollouts.accounting import check_prices
 from rollouts.config import RolloutConfig, ScheduleConfig
 from rollouts.engine import RecordingEngine
 from rollouts.open_engine import open_engine
@@ -43,7 +45,7 @@ def renderer_of(config: RolloutConfig, model: str) -> Renderer:
     Raises:
         ValueError: the folder, its tokenizer or its chat template cannot be used.
     """
-    return TemplateRenderer(load_tokenizer(model), name=model)
+    return open_renderer(load_tokenizer(model), model=model, **config.renderer.model_dump())
 
 
 @asynccontextmanager
@@ -51,11 +53,14 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
     """A runner over a model folder.
 
     Raises:
-        ValueError: the folder, its tokenizer or its chat template cannot be used, or no turn fits the context.
+        ValueError: the folder, its tokenizer or its chat template cannot be used, no turn fits the context, or a money
+            limit has no prices.
         SandboxUnavailableError: there is no sandbox of the configured kind here.
         EngineError: the engine did not start.
     """
+    check_prices(config.limits, config.prices)
     renderer = renderer_of(config, model)
+    print(f"rollouts: {renderer.description}", file=sys.stderr, flush=True)
     async with open_sandboxes(config.sandbox) as sandboxes:
         env = open_env(config.env, sandboxes=sandboxes)
         check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)

@@ -48,6 +48,7 @@ def _train(settings: SftSettings, folder: Path, *, is_main: bool) -> Path:
             output_dir=folder,
             seed=settings.seed,
             config=settings.sft,
+            renderer_config=settings.renderer,
             optimizer=settings.optimizer,
             checkpoint=settings.checkpoint,
             wandb=settings.wandb,

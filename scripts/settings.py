@@ -25,7 +25,7 @@ from pydantic_settings import (
 )
 
 from data.jsonl import replace_text
-from rollouts.config import EnvConfig, EvalConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
+from rollouts.config import EnvConfig, EvalConfig, RendererConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
 from train.config import (
     CheckpointConfig,
     GrpoConfig,
@@ -91,6 +91,7 @@ class SftSettings(Settings):
     """The run folder; started again, the run continues."""
     seed: int = Field(default=0, ge=0)
     sft: SftConfig
+    renderer: RendererConfig = RendererConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     wandb: WandbConfig = WandbConfig()

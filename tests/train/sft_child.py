@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollouts.config import RendererConfig
 from train.config import CheckpointConfig, OptimizerConfig, SftConfig, WandbConfig
 from train.sft import run_sft
 
@@ -34,6 +35,7 @@ def sft(folder: Path, output: Path, *, kill_at: int = 0, processes: int = 1, **c
             **{"data": str(folder / "data.jsonl"), "per_device_train_batch_size": 8 // processes, "max_steps": STEPS}
             | changes
         ),
+        renderer_config=RendererConfig(),
         optimizer=OptimizerConfig(learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1),
         checkpoint=CheckpointConfig(save_steps=2),
         wandb=WandbConfig(mode="disabled"),

@@ -159,9 +159,9 @@ def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit:
     from transformers import PreTrainedTokenizerFast
 
     from data.demonstrations import read_demonstrations, to_sample, why_dropped
-    from data.template_renderer import TemplateRenderer
+    from data.open_renderer import open_renderer
 
-    renderer = TemplateRenderer(PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True), name=str(model))
+    renderer = open_renderer(PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True), model=str(model))
     rows = list(read_demonstrations(path))
     views: list[MaskView] = []
     for row in rows[:limit]:
