@@ -5,7 +5,8 @@ One rule book for all formats. The same rules read a rollout, check a demonstrat
 Whole or nothing
     A call is a `ToolCall` when it is written exactly as the format says; else it is a `CallError`, the line that the
     model reads as that call's result. No text raises, no call is dropped, order is kept, and a broken call takes no
-    other with it. Nothing is repaired: a policy that is trained learns the form that others will read.
+    other with it. Nothing is repaired: a policy that is trained learns the form that others will read. After 16 calls
+    that cannot be read the rest of the turn is left, and the last error says so.
 Names and schemas
     Any string is a name. Whether the tool exists and the arguments fit its schema is the environment's to answer
     (`envs.tools.call_error`); it is no matter of the form.

@@ -38,7 +38,7 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
         if not text.startswith(_CLOSE, close):
             raise Malformed(f"{_CLOSE} must follow the JSON object", end)
     except Malformed as error:
-        return rest_of_block(reading, error, end=behind(text, _CLOSE, error.place), opener=_OPENER)
+        return rest_of_block(reading, error, opener=_OPENER, end=behind(text, _CLOSE, error.place))
     return Block((as_call(value),), close + len(_CLOSE))
 
 

@@ -12,10 +12,11 @@ import re
 from typing import Any
 
 from data.jsonl import plain_json
-from data.tool_formats.turn import Bad, Call, Malformed, shown, skip_blank
+from data.tool_formats.turn import Bad, Call, Malformed, is_over, shown, skip_blank
 
 _BESIDES = {"name", "id", "call_id", "type"}
 """Keys of an envelope that say nothing about what is asked for, and the name."""
+_OPENING = re.compile(r'(?:[\[{:,\s]|"[^"\\]*")*')
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<open>[\[{])|(?P<close>[\]}])|(?P<unclosed>")', re.DOTALL)
 
 
@@ -50,13 +51,14 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
         value, end = _STRICT.raw_decode(text, start)
     except json.JSONDecodeError as error:
         reason = error.msg.removesuffix(" at")
-        at_end = error.msg.startswith("Unterminated") or not text[error.pos :].strip()
-        where = f"at {shown(text[error.pos :])}" if error.pos < len(text) else "at the end"
+        at_end = error.msg.startswith("Unterminated") or is_over(text, error.pos)
+        where = f"at {shown(text[error.pos : error.pos + 99])}" if error.pos < len(text) else "at the end"
         raise Malformed(f"{reason} {where}", error.pos, at_end=at_end) from error
     except _TwiceError as error:
         raise Malformed(str(error), _PLAIN.raw_decode(text, start)[1]) from error
     except RecursionError as error:
-        raise Malformed("nested too deeply", start) from error
+        opening = _OPENING.match(text, start)
+        raise Malformed("nested too deeply", opening.end() if opening else start) from error
     except ValueError as error:
         # Python's own words about a number of thousands of digits name a setting of the host.
         raise Malformed("a number is too long", start) from error
@@ -66,13 +68,13 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
         raise Malformed(str(error), end) from error
 
 
-def json_end(text: str, start: int) -> int | None:
+def json_end(text: str, start: int, limit: int) -> int | None:
     """The place behind the brackets that open at `start`, whether or not what is between them can be read; None where
-    none opens there, or they stay open."""
+    none opens there, or they stay open until `limit`."""
     if text[start : start + 1] not in ("{", "["):
         return None
     depth = 0
-    for found in _STRUCTURE.finditer(text, start):
+    for found in _STRUCTURE.finditer(text, start, limit):
         if found["unclosed"]:
             return None
         depth += bool(found["open"]) - bool(found["close"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from data.tool_formats.json_calls import as_call, json_end, read_json
@@ -22,11 +23,12 @@ _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
 _ENVELOPE = {"name", "id", "call_id", "type", *_KEYS}
 _HEAD = re.compile(r'\{\s*"name"\s*:')
+_OBJECT = r'\{(?=\s*["}])'
 _NEXT = re.compile(f"{_HEAD.pattern}|{re.escape(_TAG)}")
 # A fence of another language is skipped whole; one of JSON belongs to the object in it.
 _OPENER = re.compile(
     r"(?P<other>```(?!(?:json|tool_calls?)\b)[\w+-]+[^\n]*\n.*?(?:```|\Z))"
-    rf"|(?P<tag>{re.escape(_TAG)})|(?P<fence>```(?:json|tool_calls?)?\s*(?=\{{))?\{{",
+    rf"|(?P<tag>{re.escape(_TAG)})|(?P<fence>```(?:json|tool_calls?)?\s*(?=\{{))?{_OBJECT}",
     re.DOTALL,
 )
 _END_OF_FENCE, _SEPARATOR = re.compile(r"\s*```"), re.compile(r"\s*;")
@@ -55,12 +57,12 @@ def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
 
 def _broken(reading: Reading, start: int, error: Malformed, *, tagged: bool) -> Block:
     """What cannot be read: a call where it begins like one, else prose up to where it went wrong."""
-    end = json_end(reading.text, start)
-    block = rest_of_block(reading, error, end=end, opener=_NEXT)
-    body = reading.text[start : block.end]
-    words = (*_KEYS, *(tool.name for tool in reading.tools))
-    if tagged or (_HEAD.match(body) and (error.at_end or any(f'"{word}"' in body for word in words))):
-        return block
+    text = reading.text
+    if tagged or _HEAD.match(text, start):
+        block = rest_of_block(reading, error, opener=_NEXT, end=partial(json_end, text, start))
+        words = (*_KEYS, *(tool.name for tool in reading.tools))
+        if tagged or error.at_end or any(text.find(f'"{word}"', start, block.end) >= 0 for word in words):
+            return block
     return Block((), max(error.place, start + 1), is_prose=True)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from data.tool_formats.json_calls import as_call, json_end, read_json, with_arguments
@@ -48,8 +49,8 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
         value, end = read_json(text, named.end() if named else start)
         return Block((with_arguments(named[1], value, "[ARGS]") if named else as_call(value),), end)
     except Malformed as error:
-        end = json_end(text, named.end() if named else start)
-        return rest_of_block(reading, error, before=calls, end=end, opener=_OPENER)
+        body = named.end() if named else start
+        return rest_of_block(reading, error, before=calls, opener=_OPENER, end=partial(json_end, text, body))
 
 
 def _read_list(text: str, start: int, calls: list[Call | Bad]) -> int:

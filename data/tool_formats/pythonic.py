@@ -11,7 +11,18 @@ from __future__ import annotations
 import re
 
 from data.tool_formats.python_calls import bracket_end, read_arguments
-from data.tool_formats.turn import Bad, Block, Call, Grammar, Malformed, Reading, rest_of_block
+from data.tool_formats.turn import (
+    Bad,
+    Block,
+    Call,
+    Grammar,
+    Malformed,
+    Reading,
+    end_of_line,
+    is_over,
+    rest_of_block,
+    skip_blank,
+)
 
 _NAME = r"[^\W\d][\w.-]*"
 _MARK = r"<\|(?:tool_call_start|python_tag)\|>"
@@ -32,9 +43,7 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
     try:
         end = _read_list(text, found, calls)
     except Malformed as error:
-        line_end = text.find("\n", error.place)
-        end = None if error.at_end else line_end if line_end >= 0 else len(text)
-        return rest_of_block(reading, error, before=calls, end=end, opener=_NEXT)
+        return rest_of_block(reading, error, before=calls, opener=_NEXT, end=end_of_line(text, error))
     end_mark = _END_MARK.match(text, end)
     return Block(tuple(calls), end_mark.end() if end_mark else end)
 
@@ -42,15 +51,15 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
 def _begins_call(reading: Reading, found: re.Match[str]) -> bool:
     if found["mark"] or any(tool.name in (found["listed"], found["bare"]) for tool in reading.tools):
         return True
-    line_before = reading.text[: found.start()].rpartition("\n")[2]
-    return bool(found["listed"]) and not line_before.strip()
+    line = reading.text.rfind("\n", 0, found.start()) + 1
+    return bool(found["listed"]) and skip_blank(reading.text, line) >= found.start()
 
 
 def _read_list(text: str, found: re.Match[str], calls: list[Call | Bad]) -> int:
     """Add the calls of a list to `calls`; the place behind its bracket."""
     place = found.end()
     if text[place - 1] != "[":
-        raise Malformed("calls stand in a list, [...]", place, at_end=not text[place:].strip())
+        raise Malformed("calls stand in a list, [...]", place, at_end=is_over(text, place))
     while True:
         place = _behind_blanks(text, place)
         if text.startswith("]", place) and calls:

@@ -46,7 +46,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]*)>")
 _JSON = {"array", "object", "null"}
 _END, _FUNCTION_END = "</parameter>", "</function>"
 _STRUCTURAL_END = re.compile(rf"{_END}(?=\s*(?:<parameter=|{_FUNCTION_END}|{_CLOSE}))")
-_NEVER_CLOSED = re.compile(rf"\n\s*<parameter=|{_FUNCTION_END}\s*{_CLOSE}")
+_NEVER_CLOSED = re.compile(rf"\n[ \t]*<parameter=|{_FUNCTION_END}\s*{_CLOSE}")
 
 
 def _read(reading: Reading, found: re.Match[str]) -> Block:
@@ -67,7 +67,7 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
             place = following
     except Malformed as error:
         end = behind(text, _CLOSE if wrapped else _FUNCTION_END, error.place)
-        return rest_of_block(reading, error, before=calls, end=end, opener=_OPENER)
+        return rest_of_block(reading, error, before=calls, opener=_OPENER, end=end)
 
 
 def _read_function(text: str, start: int, tools: Sequence[ToolSpec]) -> tuple[Call, int]:
@@ -75,7 +75,7 @@ def _read_function(text: str, start: int, tools: Sequence[ToolSpec]) -> tuple[Ca
     opening = _FUNCTION.match(text, start)
     if not opening:
         begun = len(_BEGIN) if text.startswith(_BEGIN, start) else 0
-        raise Malformed(f"<function=TOOL> must come first, not {shown(text[start:])}", start + begun)
+        raise Malformed(f"<function=TOOL> must come first, not {shown(text[start : start + 99])}", start + begun)
     tool = next((tool for tool in tools if tool.name == opening[1]), None)
     arguments: dict[str, Any] = {}
     place = skip_blank(text, opening.end())
@@ -93,9 +93,8 @@ def _read_parameter(text: str, start: int, tool: ToolSpec | None) -> tuple[str, 
     """The parameter at `start`, its text, and the place behind it."""
     opening = _PARAMETER.match(text, start)
     if not opening:
-        rest = text[start:]
-        reason = f"<parameter=NAME> or {_FUNCTION_END} must stand where {shown(rest)} does"
-        raise Malformed(reason, start, at_end=not rest)
+        reason = f"<parameter=NAME> or {_FUNCTION_END} must stand where {shown(text[start : start + 99])} does"
+        raise Malformed(reason, start, at_end=start == len(text))
     name, begin = opening[1], opening.end()
     types = types_of(tool, name)
     inside = _json_end(text, begin) if types and types <= _JSON else begin

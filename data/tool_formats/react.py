@@ -37,6 +37,8 @@ from data.tool_formats.turn import (
     Reading,
     begin_thinking,
     calls_elsewhere,
+    end_of_line,
+    is_over,
     rest_of_block,
     skip_blank,
 )
@@ -86,7 +88,7 @@ class ReactFormat:
             if not labels:
                 draft.calls += calls_elsewhere(draft.content, self._others, tools)
             elif not labels & {"final answer", "answer"}:
-                draft.calls.append(Bad("neither an Action nor a Final answer stands in the turn"))
+                draft.calls.append(Bad("no line begins with Action or Final answer"))
         return draft.finished(call_id_prefix, HOW_TO)
 
     def structural_tag(self, tools: Sequence[ToolSpec]) -> None:
@@ -113,7 +115,8 @@ def _read_turn(reading: Reading, draft: Draft, place: int) -> set[str]:
             return labels
         if label.startswith("action"):
             block = _read_action(reading, place, label)
-            draft.calls += block.calls
+            if not draft.add(block.calls):
+                return labels
             place, label = block.end, ""
     _add(draft, label, text[place:])
     return labels
@@ -132,7 +135,7 @@ def _read_action(reading: Reading, start: int, label: str) -> Block:
     opening = _ACTION.match(text, start)
     try:
         if label != "action" or not opening:
-            raise Malformed("an Action is a tool and its arguments", start, at_end=not text[start:].strip())
+            raise Malformed("an Action is a tool and its arguments", start, at_end=is_over(text, start))
         name = opening["name"]
         tool = next((tool for tool in reading.tools if tool.name == name), None)
         if opening["bracket"] == "(":
@@ -142,9 +145,7 @@ def _read_action(reading: Reading, start: int, label: str) -> Block:
         else:
             arguments, end = _behind_name(reading, opening.end(), tool)
     except Malformed as error:
-        line_end = text.find("\n", error.place)
-        end = None if error.at_end else line_end if line_end >= 0 else len(text)
-        return rest_of_block(reading, error, end=end, opener=LABEL)
+        return rest_of_block(reading, error, opener=LABEL, end=end_of_line(text, error))
     return Block((Call(name, arguments),), end)
 
 

@@ -19,6 +19,8 @@ from envs.types import ToolCall, ToolSpec
 
 _SHOWN = 24
 """Characters of the model's text that a reason repeats."""
+_MAX_BAD = 16
+"""Calls of one turn that are answered with an error each: a model that repeats itself fills no context with them."""
 _BLANK = re.compile(r"\s*")
 
 
@@ -123,11 +125,22 @@ class Draft:
     prose: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[Call | Bad] = field(default_factory=list)
+    bad: int = 0
     thinking_open: bool = False
 
     @property
     def content(self) -> str:
         return "".join(self.prose).strip()
+
+    def add(self, calls: Sequence[Call | Bad]) -> bool:
+        """Take calls; False when too many could not be read, and the rest of the turn is to be left."""
+        for call in calls:
+            self.calls.append(call)
+            self.bad += isinstance(call, Bad)
+            if self.bad == _MAX_BAD:
+                self.calls.append(Bad("too many calls cannot be read; the rest of the turn is left out"))
+                return False
+        return True
 
     def think(self, text: str, start: int, closer: str) -> int:
         """Take the thinking that begins at `start`; the place behind it."""
@@ -171,7 +184,8 @@ def read_turn(reading: Reading, grammar: Grammar, *, in_thinking: bool = False) 
         block = grammar.read(reading, found)
         assert block.end > found.start()
         place = block.end
-        draft.calls += block.calls
+        if not draft.add(block.calls):
+            return draft
         if block.is_prose:
             draft.prose.append(text[found.start() : place])
     draft.prose.append(text[place:])
@@ -214,26 +228,43 @@ def rest_of_block(
     error: Malformed,
     *,
     before: Sequence[Call | Bad] = (),
-    end: int | None,
     opener: re.Pattern[str],
+    end: Callable[[int], int | None],
 ) -> Block:
-    """The rest of a block that cannot be read: up to `end`, where its own marker or bracket closes it, but not beyond
-    the next opener, which begins a call of its own. Openers before `error.place` are parts of strings.
+    """The rest of a block that cannot be read: up to where its own marker or bracket closes it, but not beyond the next
+    opener, which begins a call of its own. Openers before `error.place` are parts of strings.
 
     Args:
         before: the calls of the block that could be read.
+        end: the place where the block closes, if it does before the given one.
     """
-    following = opener.search(reading.text, error.place)
-    ends = [place for place in (end, following.start() if following else None) if place is not None]
-    if reading.was_cut and (error.at_end or not ends):
-        return Block(tuple(before), len(reading.text))
-    return Block((*before, Bad(error.reason)), min(ends, default=len(reading.text)))
+    text = reading.text
+    following = opener.search(text, error.place)
+    limit = following.start() if following else len(text)
+    closed = end(limit)
+    if reading.was_cut and (error.at_end or (closed is None and not following)):
+        return Block(tuple(before), len(text))
+    return Block((*before, Bad(error.reason)), limit if closed is None else closed)
 
 
-def behind(text: str, closer: str, start: int) -> int | None:
-    """The place behind the next `closer`, if there is one."""
-    place = text.find(closer, start)
-    return None if place < 0 else place + len(closer)
+def behind(text: str, closer: str, start: int) -> Callable[[int], int | None]:
+    """For `rest_of_block`: behind the first `closer` from `start` on."""
+
+    def end(limit: int) -> int | None:
+        place = text.find(closer, start, limit)
+        return None if place < 0 else place + len(closer)
+
+    return end
+
+
+def end_of_line(text: str, error: Malformed) -> Callable[[int], int | None]:
+    """For `rest_of_block`, where nothing marks a block's end: at the end of the line, unless more text was needed."""
+
+    def end(limit: int) -> int | None:
+        place = text.find("\n", error.place, limit)
+        return None if error.at_end or place < 0 else place
+
+    return end
 
 
 def skip_blank(text: str, start: int) -> int:
@@ -241,6 +272,11 @@ def skip_blank(text: str, start: int) -> int:
     found = _BLANK.match(text, start)
     assert found
     return found.end()
+
+
+def is_over(text: str, place: int) -> bool:
+    """Whether only white space follows."""
+    return skip_blank(text, place) == len(text)
 
 
 def shown(text: str) -> str:

@@ -89,6 +89,24 @@ def test_any_text_is_read_without_an_exception(any_format: ToolFormat, finish_re
                 assert "\n" not in call.text
 
 
+def test_a_model_that_repeats_itself_gets_few_errors(any_format: ToolFormat) -> None:
+    """Nor does reading it take long: each of these would, if what follows were read again for each."""
+    for mark in (
+        *MARKS,
+        "{",
+        '{"name":',
+        '{"a":[',
+        "[f(x=",
+        "\n[f(x='a",
+        "\nAction: f(",
+        "<function=f><parameter=x>",
+        "[TOOL_CALLS][",
+        "[TOOL_CALLS] [1" + ",1" * 100 + "]",
+    ):
+        turn = any_format.parse((mark * 3000)[:20_000], call_id_prefix="c", finish_reason="stop", tools=[F, G])
+        assert sum(isinstance(call, CallError) for call in turn.calls) <= 17
+
+
 def test_prose_around_calls_is_content_and_order_is_kept_b04(family: Family) -> None:
     calls: list[Call] = [("f", {"x": "]"}), ("g", {}), ("f", {"x": "[1, 2]"})]
     blocks = [f"\n{family.write([call])}\n" for call in calls]
@@ -143,6 +161,12 @@ def test_thinking_that_never_ends_has_no_calls(family: Family, finish_reason: Fi
         turn = parse(family, text, finish_reason=finish_reason, in_thinking=in_thinking)
         assert turn.thinking_open
         assert (turn.calls, turn.content) == ((), "")
+
+
+def test_what_stood_before_thinking_that_never_ends_is_kept(family: Family) -> None:
+    turn = parse(family, f"{family.write([('g', {})])}\n<think>\n{family.write([('f', {})])}")
+    assert as_pairs(turn.calls) == [("g", {})]
+    assert turn.thinking_open
 
 
 def test_a_plain_answer_is_content_alone(family: Family) -> None:

@@ -15,16 +15,14 @@ Call = tuple[str, dict[str, Any]]
 
 
 class Family(NamedTuple):
-    """A format by name, how a model of it writes calls, and what can go between two of them.
+    """A format by name, and how a model of it writes calls.
 
-    joined: a turn's calls are one text (a list); prose can only stand around it.
     broken: calls that cannot be read, each of which must give one error.
     """
 
     format: str
     write: Callable[[Sequence[Call]], str]
     broken: tuple[str, ...]
-    joined: bool = False
 
 
 def _json(value: Any) -> str:
@@ -85,8 +83,8 @@ FAMILIES = (
         ),
     ),
     Family("llama3_json", _llama3_json, ('{"name": "f", "parameters": {,}}', '{"name": "f", "parameters": [1]}')),
-    Family("pythonic", _pythonic, ("[f(x=1, x=2)]", "[f(x=g(1))]", "[f(1)]"), joined=True),
-    Family("mistral", _mistral_list, ('[TOOL_CALLS] [{"name": "f"; "arguments": {}}]', "[TOOL_CALLS] []"), joined=True),
+    Family("pythonic", _pythonic, ("[f(x=1, x=2)]", "[f(x=g(1))]", "[f(1)]")),
+    Family("mistral", _mistral_list, ('[TOOL_CALLS] [{"name": "f"; "arguments": {}}]', "[TOOL_CALLS] []")),
     Family("mistral", _mistral_named, ("[TOOL_CALLS]f[ARGS]{,}", '[TOOL_CALLS]{"name": 1}')),
     Family("react", _react, ("Action: f(x=)", "Action: call f", "Action: f(x=y)")),
 )

@@ -91,7 +91,7 @@ def test_an_observation_that_the_model_invents_is_dropped() -> None:
     assert (turn.content, turn.thinking) == ("", "So.")
     (error,) = parse(f"Thought: So.{invented}").calls
     assert isinstance(error, CallError)
-    assert "neither an Action nor a Final answer" in error.text
+    assert "no line begins with Action or Final answer" in error.text
 
 
 def test_a_turn_of_thoughts_alone_is_an_error_unless_it_was_cut() -> None:
