@@ -8,6 +8,7 @@ The rules:
   logprob and policy version;
 - no position is there twice, none lies beyond the end of its completion;
 - trained plus excluded tokens are exactly the ledger's tokens; every excluded token says why;
+- a token that a grammar forced is not trained, and no other is left out as one;
 - the first token of a row is not trained: nothing predicts it.
 """
 
@@ -91,6 +92,11 @@ def _check_sampled(sample: TrainingSample, index: int, ledger: Ledger, seen: Map
         _fail(sample, index, f"logprob {sampled} is not the sampled {recorded} nats")
     if sample.loss_mask[index] == (sample.excluded[index] is not None):
         _fail(sample, index, "a sampled token must be either trained or excluded with a reason")
+    forced = position in completion.forced
+    if forced and sample.loss_mask[index]:
+        _fail(sample, index, "a token that the grammar forced is trained; the policy had no choice")
+    if not forced and sample.excluded[index] is Excluded.FORCED:
+        _fail(sample, index, "a token is left out as forced, and the ledger says that the policy had a choice")
     if sample.loss_mask[index] and index == 0:
         _fail(sample, index, "the first token of a row is trained, and nothing predicts it")
     if not math.isfinite(sample.advantages[index]):

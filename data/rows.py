@@ -50,7 +50,8 @@ class SampleBuilder:
         self._add(segment, loss_mask=True, advantage=0.0, excluded=None)
 
     def add_sampled(self, segment: Segment, *, advantage: float, excluded: Excluded | None) -> None:
-        """A sampled turn (MODEL): trained with `advantage`, unless `excluded` says why not."""
+        """A sampled turn (MODEL): trained with `advantage`, unless `excluded` says why not; of a turn that is trained,
+        the tokens that a grammar forced are not."""
         assert segment.source is Source.MODEL
         assert segment.completion_id is not None
         self._turn += 1
@@ -58,6 +59,12 @@ class SampleBuilder:
         self._add(
             segment, loss_mask=excluded is None, advantage=advantage if excluded is None else 0.0, excluded=excluded
         )
+        if excluded is None:
+            start = len(self._token_ids) - len(segment.token_ids)
+            for position in segment.forced:
+                index = start + position
+                self._loss_mask[index], self._advantages[index] = False, 0.0
+                self._excluded[index] = Excluded.FORCED
 
     def _add(self, segment: Segment, *, loss_mask: bool, advantage: float, excluded: Excluded | None) -> None:
         n = len(segment.token_ids)

@@ -83,6 +83,7 @@ class Completion:
     logprobs: `[n]`, nats, of the distribution that the tokens were really drawn from (temperature applied).
     policy_version: `[n]`, how many steps of training the weights had seen when each token was sampled.
     cached_prompt_tokens: prompt tokens that the engine took from its prefix cache; None where it does not say.
+    forced: positions at which a grammar allowed the sampled token alone, ascending; their logprob is 0.
     """
 
     completion_id: str
@@ -92,6 +93,7 @@ class Completion:
     policy: str
     policy_version: tuple[int, ...]
     cached_prompt_tokens: int | None = None
+    forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -100,24 +102,32 @@ class Completion:
                 f"completion {self.completion_id}: {n} token ids, {len(self.logprobs)} logprobs and "
                 f"{len(self.policy_version)} versions must have one length"
             )
+        for position in self.forced:
+            if not 0 <= position < n or self.logprobs[position] != 0:
+                raise ValueError(
+                    f"completion {self.completion_id}: token {position} cannot be forced; it must be one of {n} and "
+                    "have the logprob 0"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of tokens from one source. MODEL segments name their completion and carry its logprobs `[n]`."""
+    """A run of tokens from one source. MODEL segments name their completion and carry its logprobs `[n]`, its versions
+    `[n]` and which of its positions were forced."""
 
     source: Source
     token_ids: tuple[int, ...]
     completion_id: str | None = None
     logprobs: tuple[float, ...] = ()
     policy_version: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         if self.source is Source.MODEL:
             if self.completion_id is None or not n == len(self.logprobs) == len(self.policy_version):
                 raise ValueError(f"a MODEL segment of {n} tokens needs a completion_id, logprobs and versions [n]")
-        elif self.completion_id is not None or self.logprobs or self.policy_version:
+        elif self.completion_id is not None or self.logprobs or self.policy_version or self.forced:
             raise ValueError(f"only MODEL segments carry a completion and logprobs, not {self.source.value}")
 
     @classmethod
@@ -129,6 +139,7 @@ class Segment:
             completion_id=completion.completion_id,
             logprobs=completion.logprobs,
             policy_version=completion.policy_version,
+            forced=completion.forced,
         )
 
 

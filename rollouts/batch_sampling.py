@@ -31,6 +31,7 @@ class Request:
     grammar: GrammarState | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -45,7 +46,10 @@ class Request:
     def sample(self, logits: Tensor) -> None:
         """Draw the next token from `logits` `[vocabulary]`."""
         if self.grammar is not None:
-            logits = logits.masked_fill(~self.grammar.allowed(), float("-inf"))
+            allowed = self.grammar.allowed()
+            logits = logits.masked_fill(~allowed, float("-inf"))
+            if allowed.sum() == 1:
+                self.forced.append(len(self.token_ids))
         logits = penalise(logits, self.params, self.prompt_ids, self.token_ids)
         token, logprob = sample_token(logits, self.params, self.generator)
         if self.grammar is not None:

@@ -249,6 +249,7 @@ class TransformersEngine:
             finish_reason=request.finish_reason,
             policy=self._policy,
             policy_version=(self.policy_version,) * len(request.token_ids),  # no load can come between two tokens
+            forced=tuple(request.forced),
         )
 
 

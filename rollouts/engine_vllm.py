@@ -38,7 +38,7 @@ from rollouts.engine_checks import (
 )
 from rollouts.engine_sleep import SleepState
 from rollouts.engine_thread import EngineThread, settle, settle_error
-from rollouts.engine_vllm_requests import Pending, read_completion, read_scores, sampling, scoring
+from rollouts.engine_vllm_requests import Pending, read_completion, read_scores, refusal, sampling, scoring
 from rollouts.engine_vllm_start import VllmOptions, frees_memory, lora_room, start_llm, waiting_counter
 
 if TYPE_CHECKING:
@@ -227,8 +227,7 @@ class VllmEngine:
         except EngineError as error:
             settle_error(pending.future, error)
         except Exception as error:
-            kind = ValueError if isinstance(error, ValueError) else EngineError
-            settle_error(pending.future, kind(f"vLLM refused a request: {' '.join(str(error).split())}"))
+            settle_error(pending.future, refusal(error))
         else:
             self._pending[request_id] = pending
 

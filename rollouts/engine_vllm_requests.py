@@ -28,32 +28,45 @@ def sampling(params: SamplingParams) -> VllmParams:
     """One completion, with the logprob of each sampled token.
 
     Raises:
-        ValueError: vLLM samples with no such number.
+        ValueError: vLLM takes no such number, a temperature above 2 for one.
     """
     from vllm import SamplingParams as VllmParams
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     # vLLM reads -1 as "no seed". Without one, vLLM would draw from the trainer's global generator.
     seed = secrets.randbits(48) if params.seed is None else params.seed % (1 << 63)
     tag = params.structural_tag
-    return VllmParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        structured_outputs=None if tag is None else StructuredOutputsParams(structural_tag=tag),
-        max_tokens=params.max_tokens,
-        stop_token_ids=list(params.stop_token_ids),
-        seed=seed,
-        ignore_eos=True,
-        logprobs=0,  # of the sampled token and no other
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return VllmParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            structured_outputs=None if tag is None else StructuredOutputsParams(structural_tag=tag),
+            max_tokens=params.max_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            seed=seed,
+            ignore_eos=True,
+            logprobs=0,  # of the sampled token and no other
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except VLLMClientError as error:
+        raise refusal(error) from error
+
+
+def refusal(error: Exception) -> Exception:
+    """What to raise when vLLM refuses a request: `ValueError` where the request is to blame, which vLLM's own errors
+    are not, else `EngineError`."""
+    from vllm.exceptions import VLLMClientError
+
+    kind = ValueError if isinstance(error, VLLMClientError | ValueError) else EngineError
+    return kind(f"vLLM refused a request: {' '.join(str(error).split())}")
 
 
 def scoring(last_token: int) -> VllmParams:

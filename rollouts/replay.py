@@ -163,6 +163,7 @@ class ReplayEngine:
             finish_reason="stop" if segment.token_ids[-1] in params.stop_token_ids else "length",
             policy="replay",
             policy_version=segment.policy_version,
+            forced=segment.forced,
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

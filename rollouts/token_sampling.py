@@ -29,14 +29,20 @@ def sample_token(logits: Tensor, params: SamplingParams, generator: torch.Genera
     """
     import torch
 
+    logprobs = distribution(logits, params)
     if params.temperature == 0:
-        token = int(logits.argmax())
-        return token, float(logits.log_softmax(-1)[token])
-    logits = logits / max(params.temperature, LOWEST_TEMPERATURE)
-    logits = keep_top_p(keep_top_k(keep_min_p(logits, params.min_p), params.top_k), params.top_p)
-    logprobs = logits.log_softmax(-1)
-    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+        token = int(logprobs.argmax())
+    else:
+        token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
     return token, float(logprobs[token])
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logprobs `[vocabulary]` (nats) of what temperature and cuts leave of `logits`; of temperature 0, uncut."""
+    if params.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / max(params.temperature, LOWEST_TEMPERATURE)
+    return keep_top_p(keep_top_k(keep_min_p(logits, params.min_p), params.top_k), params.top_p).log_softmax(-1)
 
 
 def penalise(logits: Tensor, params: SamplingParams, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Tensor:

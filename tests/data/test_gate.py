@@ -241,3 +241,62 @@ def test_a_change_to_the_packed_tensors_is_refused(name: str) -> None:
     mutate(batch, place.row, place.start)
     with pytest.raises(GateError, match=re.escape(f"trajectory a/0, token {token}: ") + ".*" + re.escape(rule)):
         check_batch(unpack(batch), ledger)
+
+
+def forced_batch() -> tuple[list[TrainingSample], Ledger]:
+    """One group of two; the middle token of the first completion is the only one that its grammar allowed."""
+    ledger = Ledger()
+    trajectories = []
+    for index in range(2):
+        completion = Completion(
+            completion_id=f"a/{index}/0",
+            token_ids=(5, 6, 3),
+            logprobs=(-0.5, 0.0, -0.25),
+            finish_reason="stop",
+            policy="p",
+            policy_version=(1, 1, 1),
+            forced=(1,) if index == 0 else (),
+        )
+        ledger.record(completion)
+        stream = TokenStream([Segment(source=Source.PROMPT, token_ids=(1,)), Segment.sampled(completion)])
+        trajectories.append(
+            Trajectory(
+                trajectory_id=f"a/{index}", task_id="t", group_id="a", sibling_index=index, streams=(stream,), turns=(),
+                stop_reason=StopReason.FINAL_ANSWER, reward=float(index),
+            )
+        )  # fmt: skip
+    task = Task(task_id="t", prompt="")
+    group = TrajectoryGroup(group_id="a", task=task, trajectories=tuple(trajectories))
+    return group_samples(group, (-1.0, 1.0), mask_truncated=True), ledger
+
+
+def test_a_forced_token_is_left_out_and_counted() -> None:
+    samples, ledger = forced_batch()
+    assert samples[0].loss_mask == (False, True, False, True)
+    assert samples[0].advantages == (0.0, -1.0, 0.0, -1.0)
+    assert samples[1].loss_mask == (False, True, True, True)
+    report = check_batch(samples, ledger)
+    assert (report.trained, report.excluded) == (5, {Excluded.FORCED: 1})
+
+
+def test_a_forced_token_that_is_trained_is_refused() -> None:
+    samples, ledger = forced_batch()
+    trained = with_token(with_token(samples[0], "excluded", 2, None), "loss_mask", 2, True)
+    with pytest.raises(GateError, match="trajectory a/0, token 2: a token that the grammar forced is trained"):
+        check_batch([trained, samples[1]], ledger)
+
+
+def test_a_free_token_that_is_left_out_as_forced_is_refused() -> None:
+    samples, ledger = forced_batch()
+    left_out = with_token(with_token(samples[1], "excluded", 2, Excluded.FORCED), "loss_mask", 2, False)
+    with pytest.raises(GateError, match="trajectory a/1, token 2: a token is left out as forced"):
+        check_batch([samples[0], left_out], ledger)
+
+
+@pytest.mark.parametrize("forced", [(3,), (-1,), (0,)])
+def test_a_token_with_another_choice_cannot_be_forced(forced: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot be forced"):
+        Completion(
+            completion_id="c", token_ids=(5, 6, 3), logprobs=(-0.5, 0.0, -0.25), finish_reason="stop", policy="p",
+            policy_version=(1, 1, 1), forced=forced,
+        )  # fmt: skip
