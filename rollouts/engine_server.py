@@ -13,10 +13,10 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
@@ -87,6 +87,7 @@ class ServerEngine:
         self._start_version = self.policy_version = policy_version
         self._loaded: str | None = None
         self._broken: str | None = None
+        self._asked = 0
         self._sleep = SleepState()
         self._weights_folder = weights_folder
         self._patience = patience or Patience()
@@ -105,10 +106,14 @@ class ServerEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """The sum over the servers that are up; what waits for one to come back is not in it."""
+        """The sum over the servers that are up. Requests that wait for a server, or are on their way to one, wait where
+        there is no room for them."""
         up = [server.in_flight for server in self._pool.servers if server.is_up]
-        running = sum(min(count, self._capacity) for count in up)
-        return EngineLoad(running=running, waiting=sum(up) - running, capacity=self._capacity * len(up))
+        capacity = self._capacity * len(up)
+        sampled = sum(min(count, self._capacity) for count in up)
+        under_way = max(self._asked - sum(up), 0)
+        running = min(sampled + under_way, capacity, self._asked)
+        return EngineLoad(running=running, waiting=self._asked - running, capacity=capacity)
 
     @property
     def counts(self) -> ServerCounts:
@@ -129,7 +134,7 @@ class ServerEngine:
             return wire.read(await self._pool.send(server, wire.path, body), ids, params)
 
         trajectory_id = completion_id.rpartition("/")[0] or completion_id
-        reply = await self._loop.run(self._ask(f"completion {completion_id}", trajectory_id, ask))
+        reply = await self._run(self._ask(f"completion {completion_id}", trajectory_id, ask))
         return self._completion(completion_id, reply)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -144,7 +149,7 @@ class ServerEngine:
                 await self._pool.send(server, wire.path, wire.ask_score(ids, model=self._wanted.adapter)), ids
             )
 
-        return await self._loop.run(self._ask("a score", "", ask))
+        return await self._run(self._ask("a score", "", ask))
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
         """See `Engine.load_weights`: through a file that every server reads. All take them, those too that came back
@@ -171,8 +176,7 @@ class ServerEngine:
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """See `Engine.sleep`: the servers' memory is their own."""
-        in_flight = sum(server.in_flight for server in self._pool.servers)
-        self._sleep.fall_asleep(keep_weights=keep_weights, requests=in_flight)
+        self._sleep.fall_asleep(keep_weights=keep_weights, requests=self._asked)
         return False
 
     async def wake(self) -> None:
@@ -186,6 +190,13 @@ class ServerEngine:
         except EngineError:
             return  # closed already
         await asyncio.to_thread(self._loop.stop)
+
+    async def _run(self, request: Coroutine[Any, Any, T]) -> T:
+        self._asked += 1
+        try:
+            return await self._loop.run(request)
+        finally:
+            self._asked -= 1
 
     # Everything below runs on the loop of the servers, but `_completion`.
 
