@@ -85,26 +85,13 @@ class FamilyRenderer:
         self.several_calls = self._writes_several_calls()
         self._example = self._example_call()
         self.differs: str | None = None
-        """Where it differs from the model's own chat template; set by who compares them (data/open_renderer.py)."""
+        """Where it differs from the model's own chat template."""
+        self.description = self._describe()
 
-    @property
-    def description(self) -> str:
-        """One line for start-up: what writes the ids, what becomes of thinking, what ends a turn, what is guarded."""
-        kept = {
-            "all": "all thinking stays",
-            "tool_cycle": "its template drops earlier thinking when a user message comes",
-            "template": "its template drops earlier thinking at every turn",
-        }[self._template_keeps]
-        if self._template_keeps != "all":
-            kept += ": kept here, streams only grow" if self._thinking == "keep" else ": followed, in a new stream"
-        stops = " ".join(self.control_tokens[token] for token in self.stop_token_ids)
-        calls = self._format.name if self._format else "its own"
-        pinned = "".join(f"; {key} is {value}" for key, value in self._traits.pinned.items())
-        differs = f"; it differs from the model's chat template: {self.differs}" if self.differs else ""
-        return (
-            f"family {self.name}, hand-written; {kept}; turns end with {stops}; calls: {calls}{pinned}; "
-            f"{len(self.control_tokens)} control tokens guarded{differs}"
-        )
+    def note_difference(self, difference: str | None) -> None:
+        """Have the description say where this renderer differs from the model's own chat template."""
+        self.differs = difference
+        self.description = self._describe()
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
         rendered = self._render(messages, tools, header=True)
@@ -323,6 +310,24 @@ class FamilyRenderer:
         written = zip(rendered.token_ids, rendered.message_indices, rendered.sampled_mask, strict=True)
         ends = [token for token, message, sampled in written if message == 1 and sampled and token in stops]
         return tuple(dict.fromkeys([*ends[-1:], *stops]))
+
+    def _describe(self) -> str:
+        """One line for start-up: what writes the ids, what becomes of thinking, what ends a turn, what is guarded."""
+        kept = {
+            "all": "all thinking stays",
+            "tool_cycle": "its template drops earlier thinking when a user message comes",
+            "template": "its template drops earlier thinking at every turn",
+        }[self._template_keeps]
+        if self._template_keeps != "all":
+            kept += ": kept here, streams only grow" if self._thinking == "keep" else ": followed, in a new stream"
+        stops = " ".join(self.control_tokens[token] for token in self.stop_token_ids)
+        calls = self._format.name if self._format else "its own"
+        pinned = "".join(f"; {key} is {value}" for key, value in self._traits.pinned.items())
+        differs = f"; it differs from the model's chat template: {self.differs}" if self.differs else ""
+        return (
+            f"family {self.name}, hand-written; {kept}; turns end with {stops}; calls: {calls}{pinned}; "
+            f"{len(self.control_tokens)} control tokens guarded{differs}"
+        )
 
     def _writes_several_calls(self) -> bool:
         try:

@@ -15,6 +15,7 @@ from data.families import FAMILIES, family_traits
 from data.family_renderer import FamilyRenderer, Thinking
 from data.native_agreement import difference
 from data.react import ReactRenderer
+from data.template_renderer import TemplateRenderer
 from data.tool_formats.detect import tool_format as format_named
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ def open_renderer(
                 f"model {model}: no chat template; add chat_template.jinja to the model folder, or name its family "
                 f"(renderer.name): {', '.join(FAMILIES)}"
             )
-        from data.template_renderer import TemplateRenderer
-
         reader = None if tool_format == "auto" else format_named(tool_format)
         return TemplateRenderer(
             tokenizer, name=model, tool_format=reader, thinking=thinking, enable_thinking=enable_thinking
@@ -69,7 +68,7 @@ def open_renderer(
     for renderer in renderers:
         if compare(renderer) is None:
             return renderer
-    renderers[0].differs = compare(renderers[0])
+    renderers[0].note_difference(compare(renderers[0]))
     return renderers[0]
 
 

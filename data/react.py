@@ -63,6 +63,7 @@ class ReactRenderer:
         self.stop_token_ids = inner.stop_token_ids
         self.control_tokens: Mapping[int, str] = inner.control_tokens
         self._has_system_role = _has_system_role(inner)
+        self.description = f"ReAct text over {inner.description}"
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
         plain = _plain(messages)
