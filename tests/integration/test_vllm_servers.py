@@ -1,6 +1,6 @@
 """Two real vLLM servers: one is killed in the middle of a rollout, and nothing is lost and nothing is double.
 
-About three minutes on two cores, most of it the starts of three servers.
+Five minutes on two cores that had a load of eight, most of it the starts of three servers.
 """
 
 from __future__ import annotations
