@@ -76,7 +76,7 @@ def test_only_model_segments_carry_a_completion() -> None:
                 Segment(source=source, token_ids=(4,), **{field: value})
 
 
-def test_a_model_segment_needs_its_completion() -> None:
+def test_a_model_segment_needs_its_completion_a27() -> None:
     with pytest.raises(ValueError, match="a MODEL segment of 2 tokens needs a completion_id, logprobs and versions"):
         Segment(source=Source.MODEL, token_ids=(4, 2))
 

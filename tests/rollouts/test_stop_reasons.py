@@ -84,7 +84,7 @@ def opening_length() -> int:
 
 
 @pytest.mark.parametrize("room", [-5, 0])
-def test_a_prompt_that_fills_the_context(room: int) -> None:
+def test_a_prompt_that_fills_the_context_is_never_cut_a30(room: int) -> None:
     engine = ScriptedEngine([], max_context_tokens=opening_length() + room)
     trajectory = attempt(engine)
     assert (trajectory.stop_reason, trajectory.turns, engine.prompts) == (StopReason.CONTEXT_FULL, (), [])
