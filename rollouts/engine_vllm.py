@@ -15,11 +15,9 @@ What follows from vLLM, and was tried:
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -28,7 +26,6 @@ from data.types import Completion, SamplingParams
 from rollouts.engine import EngineError, EngineLoad
 from rollouts.engine_adapter import AdapterFacts, read_adapter_facts
 from rollouts.engine_checks import (
-    ModelFacts,
     check_context,
     check_no_adapter,
     check_prompt,
@@ -39,7 +36,15 @@ from rollouts.engine_checks import (
 from rollouts.engine_sleep import SleepState
 from rollouts.engine_thread import EngineThread, settle, settle_error
 from rollouts.engine_vllm_requests import Pending, read_completion, read_scores, refusal, sampling, scoring
-from rollouts.engine_vllm_start import VllmOptions, frees_memory, lora_room, start_llm, waiting_counter
+from rollouts.engine_vllm_start import (
+    VllmOptions,
+    choose_threads,
+    frees_memory,
+    lora_room,
+    start_llm,
+    waiting_counter,
+)
+from rollouts.engine_vllm_worker import send_policy_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
-
-SMALL_MODEL = 30_000_000
-"""Parameters below which one thread samples faster than two, and is not hurt by others on the same cores."""
 
 
 class VllmEngine:
@@ -78,7 +80,7 @@ class VllmEngine:
     ) -> None:
         self._facts = read_model_facts(model_path)
         self._max_context_tokens = check_context(max_context_tokens, self._facts)
-        self._options = _choose_threads(options or VllmOptions(), self._facts)
+        self._options = choose_threads(options or VllmOptions(), self._facts)
         self._first_adapter = None if adapter is None else read_adapter_facts(adapter, self._facts)
         self._policy = policy
         self.policy_version = policy_version
@@ -270,7 +272,7 @@ class VllmEngine:
     def _load(self, llm: LLMEngine, tensors: dict[str, Tensor], policy_version: int) -> None:
         self._prepare_load(llm, "load_weights")
         with self._whole("loading weights"):
-            _send(llm, tensors)
+            send_policy_weights(llm, tensors)
             llm.set_weight_version(str(policy_version))
         self._sleep.weights_arrived()
         self.policy_version = policy_version
@@ -305,25 +307,3 @@ class VllmEngine:
         if self._sleep.wake() and frees_memory(llm):
             with self._whole("waking"):
                 llm.wake_up()
-
-
-def _choose_threads(options: VllmOptions, facts: ModelFacts) -> VllmOptions:
-    if options.cpu_threads is not None or facts.num_parameters >= SMALL_MODEL:
-        return options
-    return replace(options, cpu_threads=1)
-
-
-def _send(llm: LLMEngine, tensors: dict[str, Tensor]) -> None:
-    """Hand the tensors over: as they are inside this process, as a file in memory to a child process."""
-    from vllm.v1.engine.core_client import InprocClient
-
-    if isinstance(llm.engine_core, InprocClient):
-        llm.collective_rpc("load_policy_weights", args=(tensors,))
-        return
-    from safetensors.torch import save_file
-
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="agentgrad-", dir=memory if memory.is_dir() else None) as folder:
-        path = Path(folder) / "policy.safetensors"
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-        llm.collective_rpc("load_policy_weights", args=(str(path),))

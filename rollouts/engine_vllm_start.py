@@ -13,17 +13,20 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollouts.engine import EngineError
 from rollouts.engine_adapter import AdapterFacts
+from rollouts.engine_checks import ModelFacts
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 GIB = 1 << 30
+SMALL_MODEL = 30_000_000
+"""Parameters below which one thread samples faster than two, and is not hurt by others on the same cores."""
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -53,6 +56,13 @@ class VllmOptions:
     constrain_calls: bool = False
     can_sleep: bool = False
     verbose: bool = False
+
+
+def choose_threads(options: VllmOptions, facts: ModelFacts) -> VllmOptions:
+    """The options with `cpu_threads` chosen for a small model, where nothing was said."""
+    if options.cpu_threads is not None or facts.num_parameters >= SMALL_MODEL:
+        return options
+    return replace(options, cpu_threads=1)
 
 
 def needs_own_process() -> bool:

@@ -1,4 +1,4 @@
-"""The part of the vLLM engine that runs beside the model: it puts new weights in place.
+"""How do new weights reach vLLM's model? Sent from here, and put in place by a part that runs beside the model.
 
 vLLM mixes `PolicyWeights` into its worker class (`worker_extension_cls`), so the same call works in this process
 and in a child process. Nothing of vLLM is imported before a method runs.
@@ -6,12 +6,30 @@ and in a child process. Nothing of vLLM is imported before a method runs.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def send_policy_weights(llm: LLMEngine, tensors: Mapping[str, Tensor]) -> None:
+    """Hand the tensors over: as they are inside this process, as a file in memory to a child process."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    if isinstance(llm.engine_core, InprocClient):
+        llm.collective_rpc("load_policy_weights", args=(tensors,))
+        return
+    from safetensors.torch import save_file
+
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="agentgrad-", dir=memory if memory.is_dir() else None) as folder:
+        path = Path(folder) / "policy.safetensors"
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+        llm.collective_rpc("load_policy_weights", args=(str(path),))
 
 
 class PolicyWeights:

@@ -64,7 +64,9 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
     async with open_sandboxes(config.sandbox) as sandboxes:
         env = open_env(config.env, sandboxes=sandboxes)
         check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)
-        engine = RecordingEngine(open_engine(config.engine, model=model), ledger)
+        engine = RecordingEngine(
+            open_engine(config.engine, model=model, constrain_calls=config.sampling.constrain_calls), ledger
+        )
         try:
             yield Runner(
                 engine=engine,

@@ -100,6 +100,33 @@ def test_a_sync_while_a_request_runs_is_refused(engine: VllmEngine) -> None:
 
 
 @pytest.mark.vllm
+def test_a_number_that_vllm_does_not_take_is_refused_in_one_line(engine: VllmEngine) -> None:
+    with pytest.raises(ValueError, match=r"temperature must be in \[0, 2\]") as caught:
+        asyncio.run(engine.generate("c", some_prompt(0), sampling(4, temperature=3.0)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.vllm
+def test_a_structural_tag_needs_an_engine_that_was_started_for_it(engine: VllmEngine) -> None:
+    params = SamplingParams(max_tokens=4, stop_token_ids=(), structural_tag="{}")
+    with pytest.raises(ValueError, match=r"needs an engine with VllmOptions\(constrain_calls=True\)"):
+        asyncio.run(engine.generate("c", some_prompt(0), params))
+
+
+@pytest.mark.vllm
+def test_the_second_turn_says_how_much_of_its_prompt_was_cached(engine: VllmEngine) -> None:
+    async def two_turns() -> list[int | None]:
+        await engine.load_weights(make_llama(0).state_dict(), 0)  # drops what other tests left cached
+        first = await engine.generate("t/0", some_prompt(3, 100), sampling(20))
+        longer = [*some_prompt(3, 100), *first.token_ids, *some_prompt(4, 10)]
+        second = await engine.generate("t/1", longer, sampling(4))
+        return [first.cached_prompt_tokens, second.cached_prompt_tokens]
+
+    # Blocks of 32 tokens are cached once they are full, sampled tokens too; the last one sampled was never computed.
+    assert asyncio.run(two_turns()) == [0, 96]
+
+
+@pytest.mark.vllm
 def test_versions_are_those_of_the_step_that_sampled_each_token(engine: VllmEngine) -> None:
     async def relabel_meanwhile() -> tuple[int, ...]:
         running = asyncio.create_task(engine.generate("c", some_prompt(0), sampling(200)))
