@@ -61,11 +61,13 @@ def take_stock(
     record: Record, tasks: Sequence[Task], settings: RolloutSettings
 ) -> tuple[Tally, list[tuple[Task, list[int]]]]:
     """What is in the file already, and which siblings of which tasks are missing. Trajectories that were lost to
-    infrastructure are taken out: they are attempted again."""
-    tally, done = Tally(), set[tuple[str, int]]()
+    infrastructure are taken out: they are attempted again, after those that never were, lest tasks that are broken keep
+    the others from their turn."""
+    tally, done, lost_tasks = Tally(), set[tuple[str, int]](), set[str]()
 
     def is_done(trajectory: Trajectory) -> bool:
         if trajectory.stop_reason.is_infrastructure:
+            lost_tasks.add(trajectory.task_id)
             return False
         tally.add(trajectory)
         done.add((trajectory.task_id, trajectory.sibling_index))
@@ -81,7 +83,8 @@ def take_stock(
         task.task_id: [index for index in range(settings.attempts) if (task.task_id, index) not in done]
         for task in tasks
     }
-    return tally, [(task, siblings[task.task_id]) for task in tasks if siblings[task.task_id]]
+    missing = [(task, siblings[task.task_id]) for task in tasks if siblings[task.task_id]]
+    return tally, sorted(missing, key=lambda one: one[0].task_id in lost_tasks)
 
 
 def recorded_settings(settings: RolloutSettings) -> dict[str, Any]:
