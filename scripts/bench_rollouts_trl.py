@@ -138,7 +138,7 @@ def _trainer(
         args=GRPOConfig(
             output_dir=str(folder),
             per_device_train_batch_size=limit,
-            num_generations=2,
+            num_generations=limit,  # of no consequence here, but a batch must hold whole groups
             max_completion_length=policy.config.max_position_embeddings,
             use_cpu=True,
             bf16=False,
