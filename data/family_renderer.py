@@ -2,8 +2,8 @@
 
 What the package knows is kept: the family's prompt, a bridge that never renders the history again, its stop tokens.
 Around it stands the guard (`data/family_tokenizer.py`), since the package lets control tokens in contents through.
-Left out: which families there are (`data/families.py`), which one a model is of (`data/open_renderer.py`), and how the
-package's reading of a turn becomes ours (`data/family_turns.py`).
+Left out: which families there are (`data/families.py`), how they take messages (`data/family_messages.py`), which one a
+model is of (`data/open_renderer.py`), and how the package's reading of a turn becomes ours (`data/family_turns.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.families import family_traits
+from data.family_messages import FamilyMessages
 from data.family_tokenizer import FamilyTokenizer
 from data.family_turns import read_response
 from data.guard import Guard
@@ -22,7 +23,7 @@ from data.types import FinishReason, Segment, Source
 from envs.types import Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
-    from renderers import ParsedResponse, RenderedTokens
+    from renderers import ParsedResponse, ParsedToolCall, RenderedTokens
     from transformers import PreTrainedTokenizerBase
 
 Thinking = Literal["keep", "follow"]
@@ -72,6 +73,7 @@ class FamilyRenderer:
         self._guard = Guard(tokenizer)
         self.control_tokens = self._guard.control_tokens
         self._tokenizer = FamilyTokenizer(tokenizer, self._guard)
+        self._messages = FamilyMessages(self._tokenizer, self._traits)
         options: dict[str, Any] = {}
         if enable_thinking is not None:
             if self._traits.switch is None:
@@ -181,7 +183,9 @@ class FamilyRenderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, header: bool) -> RenderedTokens:
         specs = [self._tokenizer.protect_all(tool.as_openai()) for tool in tools]
         try:
-            return self._package.render(self._rows(messages), tools=specs or None, add_generation_prompt=header)
+            return self._package.render(
+                self._messages.rows(messages), tools=specs or None, add_generation_prompt=header
+            )
         except (ValueError, TypeError, KeyError, AssertionError) as error:
             roles = ", ".join(message.role for message in messages) or "no messages"
             raise ValueError(
@@ -232,63 +236,17 @@ class FamilyRenderer:
             return False
         return self._template_keeps == "template" or any(message.role == "user" for message in messages)
 
-    # Messages, as the package takes them.
-
-    def _rows(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        ids: dict[str | None, str] = {}
-        number = 0
-        for message in messages:
-            for call in message.tool_calls:
-                numbered = self._traits.call_ids
-                ids[call.call_id] = numbered.format(name=call.name, number=number) if numbered else call.call_id
-                number += 1
-            rows.append(self._row(message, ids))
-        return rows
-
-    def _row(self, message: Message, ids: dict[str | None, str]) -> dict[str, Any]:
-        protect = self._tokenizer.protect
-        row: dict[str, Any] = {"role": message.role, "content": protect(message.content)}
-        if message.thinking:
-            row["reasoning_content"] = protect(message.thinking)
-        if message.tool_calls:
-            row["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": protect(ids[call.call_id]),
-                    "function": {
-                        "name": protect(call.name),
-                        "arguments": self._tokenizer.protect_all(dict(call.arguments)),
-                    },
-                }
-                for call in message.tool_calls
-            ]
-        if message.call_id is not None:
-            row["tool_call_id"] = protect(ids.get(message.call_id, message.call_id))
-        return row
-
     def _answers(
         self, messages: Sequence[Message], prompt_ids: Sequence[int], sampled_ids: Sequence[int]
     ) -> list[dict[str, Any]]:
-        """The messages behind a sampled turn. Where a result is headed by what it answers, that is read from the turn;
-        results come in the order of its calls."""
-        rows = [self._row(message, {}) for message in messages]
-        results = [row for row in rows if row["role"] == "tool"]
-        if results and (self._traits.named_results or self._traits.call_ids):
+        """The messages behind a sampled turn, as the package takes them."""
+        calls: list[ParsedToolCall] = []
+        if self._messages.answers_need_calls(messages):
             try:
                 calls = self._read(sampled_ids, prompt_ids, ()).tool_calls
             except Exception:  # whatever the package's parser does with what a model wrote
                 calls = []
-            for index, row in enumerate(results):
-                call = calls[index] if index < len(calls) else None
-                if self._traits.named_results:
-                    row["name"] = self._tokenizer.protect((call and call.name) or "unknown")
-                elif call and call.id:
-                    row["tool_call_id"] = self._tokenizer.protect(call.id)
-        if self._traits.between_results is not None and len(results) > 1:
-            joined = self._traits.between_results.join(row["content"] for row in results)
-            rows = [results[0] | {"content": joined}, *(row for row in rows if row["role"] != "tool")]
-        return rows
+        return self._messages.answers(messages, calls)
 
     def _ends_thinking(self, token_id: int) -> bool:
         token = self.control_tokens.get(token_id, "")

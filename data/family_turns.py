@@ -67,7 +67,19 @@ def _call(attempt: ParsedToolCall, call_id: str, example: str) -> ToolCall | Cal
     if reason is not None:
         return _call_error(call_id, reason, example)
     assert attempt.name is not None
-    return ToolCall(call_id=call_id, name=_clean(attempt.name), arguments=_clean_all(attempt.arguments))
+    assert isinstance(attempt.arguments, Mapping)
+    arguments = {key: _untrimmed(attempt.raw, key, value) for key, value in attempt.arguments.items()}
+    return ToolCall(call_id=call_id, name=_clean(attempt.name), arguments=_clean_all(arguments))
+
+
+def _untrimmed(raw: str, key: str, value: Any) -> Any:
+    """A text as the model wrote it between its tags. The package trims it: the indentation of a line of code, or the
+    line break at the end of a file, would be lost."""
+    if not isinstance(value, str):
+        return value
+    written = rf"{re.escape(key)}\s*(?:</arg_key[^<>]*>\s*<arg_value[^<>]*>|\">)(\s*{re.escape(value)}\s*)</"
+    found = re.search(written, raw)
+    return found[1] if found else value
 
 
 def _call_error(call_id: str, reason: str, example: str) -> CallError:

@@ -33,14 +33,14 @@ DROPS_THINKING = "qwen3 qwen3.5 qwen3.6 glm-4.5 glm-5 glm-5.1 kimi-k2.5 minimax-
 
 
 @cache
-def load(family: str, thinking: Thinking = "keep", *, own_parser: bool = False) -> FamilyRenderer:
+def load(family: str, thinking: Thinking = "keep") -> FamilyRenderer:
     reads = FAMILIES[family].tool_format
     return FamilyRenderer(
         family_tokenizer(family),
         family,
         model="m",
         thinking=thinking,
-        tool_format=tool_format(reads) if reads and not own_parser else None,
+        tool_format=tool_format(reads) if reads else None,
     )
 
 
@@ -273,18 +273,15 @@ def test_llama_3_stops_at_both_of_its_ends_a26() -> None:
     assert {"<|eot_id|>", "<|eom_id|>"} <= {renderer.control_tokens[token] for token in renderer.stop_token_ids}
 
 
-@pytest.mark.parametrize("own_parser", [False, True])
 @settings(no_clock, max_examples=8)
 @given(
     prose=st.sampled_from(["", "So.", "I look it up:\n\nnow"]),
-    value=st.sampled_from(["a b", "02134", "true", "12", "x\ny", "é 🙂", '{"a": 1}', "null", "1e5", "<b>"]),
+    value=st.sampled_from(
+        ["a b", "02134", "true", "12", "x\ny", "é 🙂", '{"a": 1}', "null", "1e5", "<b>", "    return x\n", ""]
+    ),
     number=st.integers(-9, 10**12),
 )
-def test_a_turn_is_read_as_it_was_written_b05(
-    renderer: FamilyRenderer, own_parser: bool, prose: str, value: str, number: int
-) -> None:
-    if own_parser:
-        renderer = load(renderer.name, own_parser=True)
+def test_a_turn_is_read_as_it_was_written_b05(renderer: FamilyRenderer, prose: str, value: str, number: int) -> None:
     if renderer.name == "deepseek-r1":
         return
     if renderer.name == "gemma4" or not renderer.several_calls:
@@ -300,12 +297,9 @@ def test_a_turn_is_read_as_it_was_written_b05(
         assert parsed.thinking == "Let me see."
 
 
-@pytest.mark.parametrize("own_parser", [False, True])
 @settings(no_clock, max_examples=10)
 @given(data=st.data(), finish=st.sampled_from(["stop", "length"]))
-def test_parsing_never_raises(renderer: FamilyRenderer, own_parser: bool, data: st.DataObject, finish: Any) -> None:
-    if own_parser:
-        renderer = load(renderer.name, own_parser=True)
+def test_parsing_never_raises(renderer: FamilyRenderer, data: st.DataObject, finish: Any) -> None:
     text = st.one_of(
         st.text(max_size=5), st.sampled_from(['{"name": "f"', '"arguments": {}}', "f", "\n", "functions.f:0"])
     )

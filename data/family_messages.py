@@ -1,0 +1,81 @@
+"""Our messages as a family's hand-written renderer takes them: every text protected, calls and results numbered and
+headed as the family's models read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from data.families import Family
+from data.family_tokenizer import FamilyTokenizer
+from envs.types import Message
+
+if TYPE_CHECKING:
+    from renderers import ParsedToolCall
+
+
+class FamilyMessages:
+    """Messages → rows of the package `renderers`.
+
+    Args:
+        tokenizer: protects the texts.
+        traits: what is known about the family.
+    """
+
+    def __init__(self, tokenizer: FamilyTokenizer, traits: Family) -> None:
+        self._tokenizer = tokenizer
+        self._traits = traits
+
+    def rows(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """A conversation from its beginning; where the family's models number calls, they are numbered so."""
+        rows: list[dict[str, Any]] = []
+        ids: dict[str | None, str] = {}
+        number = 0
+        for message in messages:
+            for call in message.tool_calls:
+                numbered = self._traits.call_ids
+                ids[call.call_id] = numbered.format(name=call.name, number=number) if numbered else call.call_id
+                number += 1
+            rows.append(self._row(message, ids))
+        return rows
+
+    def answers_need_calls(self, messages: Sequence[Message]) -> bool:
+        """Whether these results are headed by what they answer, which stands in the sampled turn."""
+        headed = self._traits.named_results or self._traits.call_ids is not None
+        return headed and any(message.role == "tool" for message in messages)
+
+    def answers(self, messages: Sequence[Message], calls: Sequence[ParsedToolCall]) -> list[dict[str, Any]]:
+        """What comes behind a sampled turn with these calls; results come in the order of the calls."""
+        rows = [self._row(message, {}) for message in messages]
+        results = [row for row in rows if row["role"] == "tool"]
+        for index, row in enumerate(results):
+            call = calls[index] if index < len(calls) else None
+            if self._traits.named_results:
+                row["name"] = self._tokenizer.protect((call and call.name) or "unknown")
+            elif self._traits.call_ids is not None and call and call.id:
+                row["tool_call_id"] = self._tokenizer.protect(call.id)
+        if self._traits.between_results is not None and len(results) > 1:
+            joined = self._traits.between_results.join(row["content"] for row in results)
+            return [results[0] | {"content": joined}, *(row for row in rows if row["role"] != "tool")]
+        return rows
+
+    def _row(self, message: Message, ids: dict[str | None, str]) -> dict[str, Any]:
+        protect = self._tokenizer.protect
+        row: dict[str, Any] = {"role": message.role, "content": protect(message.content)}
+        if message.thinking:
+            row["reasoning_content"] = protect(message.thinking)
+        if message.tool_calls:
+            row["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": protect(ids[call.call_id]),
+                    "function": {
+                        "name": protect(call.name),
+                        "arguments": self._tokenizer.protect_all(dict(call.arguments)),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+        if message.call_id is not None:
+            row["tool_call_id"] = protect(ids.get(message.call_id, message.call_id))
+        return row
