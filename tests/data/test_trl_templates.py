@@ -92,8 +92,7 @@ def sampled_ids(renderer: TemplateRenderer, turn: Message) -> list[int]:
     """None where no policy could sample the turn: it does not begin as the generation prompt does."""
     try:
         return list(renderer.turn_ids(turn))
-    except ValueError as error:
-        assert "does not begin with its generation prompt" in str(error)
+    except ValueError:
         return []
 
 
