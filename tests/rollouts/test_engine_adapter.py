@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another size": (lambda f: edit_tensors(f, lambda t: t.update({A: torch.zeros(4, 64)})), "does not fit the model"),
     "another rank": (lambda f: edit_tensors(f, lambda t: t.update({A: torch.zeros(2, 128)})), "does not fit the model"),
     "half a layer": (lambda f: edit_tensors(f, lambda t: t.pop(A)), "one of its two matrices only"),
-    "an embedding": (lambda f: edit_tensors(f, lambda t: t.update({"base_model.model.model.lora_embedding_A": t[A].clone()})),
+    "an embedding": (lambda f: edit_tensors(f, lambda t: t.update({"base_model.model.lora_embedding_A": t.pop(A)})),
                      "no low-rank matrix of a linear layer"),
     "no safetensors": (lambda f: (f / "adapter_model.safetensors").write_text("version https"), "holds no weights"),
 }  # fmt: skip
