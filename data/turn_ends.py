@@ -67,7 +67,7 @@ def answers_to(kind: Kind, call_ids: Sequence[str]) -> list[Message]:
 def after_turn(
     template: ChatTemplate,
     turn: Message,
-    following: Sequence[Message],
+    following: Sequence[Message] | None,
     *,
     before: Sequence[Message] = (),
     **options: Any,
