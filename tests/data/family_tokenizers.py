@@ -18,8 +18,8 @@ _GLM = (
     "</tool_call> <arg_key> </arg_key> <arg_value> </arg_value>"
 )
 _DEEPSEEK = (
-    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> "
-    "<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> "
+    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
+    "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> "
     "<｜tool▁output▁begin｜> <｜tool▁output▁end｜> <think> </think>"
 )
 _KIMI = (
@@ -28,8 +28,8 @@ _KIMI = (
 )
 _LAGUNA = "〈|EOS|〉 <think> </think> <assistant> </assistant> <tool_call> </tool_call>"
 _HY3 = (
-    "<｜hy_begin_of_sentence:opensource｜> <｜hy_eos:opensource｜> <｜hy_User:opensource｜> <｜hy_Assistant:opensource｜> "
-    "<｜reasoning_mode:opensource｜> "
+    "<｜hy_begin_of_sentence:opensource｜> <｜hy_eos:opensource｜> <｜hy_User:opensource｜> "
+    "<｜hy_Assistant:opensource｜> <｜reasoning_mode:opensource｜> "
 ) + " ".join(
     f"<{name}:opensource> </{name}:opensource>"
     for name in "think tool_calls tool_call tool_sep arg_key arg_value tool_responses tool_response".split()
@@ -55,8 +55,8 @@ CONTROL_TOKENS: dict[str, str] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
     "deepseek-v4": (
-        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜latest_reminder｜> <think> </think> "
-        "｜DSML｜ <｜action｜> <｜query｜> <｜authority｜> <｜domain｜> <｜title｜> <｜read_url｜>"
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜latest_reminder｜> "
+        "<think> </think> ｜DSML｜ <｜action｜> <｜query｜> <｜authority｜> <｜domain｜> <｜title｜> <｜read_url｜>"
     ),
     "kimi-k2": _KIMI,
     "kimi-k2.5": _KIMI + " <|media_begin|> <|media_content|> <|media_pad|> <|media_end|> <|endoftext|>",
