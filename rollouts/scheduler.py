@@ -30,6 +30,8 @@ _SETTLE_S = 0.01
 left to it; many completions that end together are one look at the engine."""
 _LOOK_AGAIN_S = 0.25
 """Room may also come from others who use the engine, of whom nobody tells us."""
+_PROBES = 8
+"""Servers that are all down have room for nobody. So many find out when one is back, or that none comes back."""
 _PARTS = 5
 """A trajectory has `limits.wall_clock_s` for each of four parts (see `LimitsConfig`); one that is not over after five
 hangs."""
@@ -200,7 +202,7 @@ class Scheduler:
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        if self._is_closing or self._failure is not None:
+        if self._is_closing or self._failure is not None or not (self._queue or self._again):
             return
         now = asyncio.get_running_loop().time()
         try:
@@ -216,9 +218,10 @@ class Scheduler:
     def _room(self) -> int:
         """How many trajectories may begin. Those that have not asked the engine yet are about to."""
         load = self._engine.load
-        limit = self._schedule.max_trajectories or 2 * load.capacity
+        capacity = load.capacity or _PROBES
+        limit = self._schedule.max_trajectories or 2 * capacity
         on_their_way = sum(not attempt.has_asked for attempt in self._in_flight.values())
-        room = min(load.capacity - load.running - load.waiting - on_their_way, limit - len(self._in_flight))
+        room = min(capacity - load.running - load.waiting - on_their_way, limit - len(self._in_flight))
         # However busy others keep the engine, something of ours must go on.
         return max(room, 0 if self._in_flight else 1)
 

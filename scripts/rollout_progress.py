@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -41,13 +40,13 @@ async def show_rollouts(total: int, tally: Tally, status: Callable[[], ScheduleS
     with progress() as bar:
         is_terminal = bar.console.is_terminal
         place = bar.add_task("trajectories", total=total, completed=tally.trajectories, note="")
-        looks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_RATE_OVER + 1)
+        looks: deque[tuple[float, int]] = deque([(asyncio.get_running_loop().time(), 0)], maxlen=_RATE_OVER + 1)
 
         async def look() -> None:
             while True:
                 await asyncio.sleep(_TERMINAL_S if is_terminal else _LOG_S)
                 now = status()
-                looks.append((time.monotonic(), now.sampled_tokens))
+                looks.append((asyncio.get_running_loop().time(), now.sampled_tokens))
                 (then, before), (here, tokens) = looks[0], looks[-1]
                 note = status_line(now, tally, (tokens - before) / max(here - then, 1e-9))
                 bar.update(place, completed=tally.trajectories, note=note)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from data.gate import check_batch
 from data.ledger import Ledger
-from data.types import Excluded, Source
+from data.types import Completion, Excluded, SamplingParams, Source
 from envs.types import Task
 from rollouts.config import ScheduleConfig
-from rollouts.engine import RecordingEngine
+from rollouts.engine import EngineError, EngineLoad, RecordingEngine
 from rollouts.outage import Outage, OutageError, retry_delay_s
 from rollouts.samples import group_samples
 from rollouts.scheduler import Scheduler, sample_groups
@@ -86,6 +86,32 @@ def test_an_engine_that_comes_back_costs_no_trajectory() -> None:
     groups = run_virtual(sample_groups(runner, tasks, num_generations=2, prefix="p", schedule=schedule))
     assert {t.stop_reason for group in groups for t in group.trajectories} == {StopReason.FINAL_ANSWER}
     assert any(group.lost for group in groups)
+
+
+def test_servers_that_are_all_down_are_given_up_soon() -> None:
+    """They have no room, and each request waits two minutes for one to come back."""
+
+    class DownEngine(WorkshopEngine):
+        @property
+        def load(self) -> EngineLoad:
+            return EngineLoad(running=0, waiting=0, capacity=0)
+
+        async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+            self.asked.append(completion_id)
+            await asyncio.sleep(120.0)
+            raise EngineError("no server is up")
+
+    engine, ended_s = DownEngine(4), list[float]()
+
+    async def run() -> None:
+        runner = make_runner(engine, CountedSandboxes(), env=Workshop(), wall_clock_s=1e4)
+        with pytest.raises(OutageError, match="no server is up"):
+            await sample_groups(runner, Workshop().tasks("train", 100, 0), num_generations=8, prefix="p")
+        ended_s.append(asyncio.get_running_loop().time())
+
+    run_virtual(run())
+    assert len(engine.asked) <= 32
+    assert ended_s[0] < 300.0
 
 
 def lost_trajectory() -> Trajectory:
