@@ -182,6 +182,8 @@ class Scheduler:
         tasks = [attempt.task for attempt in self._in_flight.values() if attempt.task is not None]
         for attempt in self._in_flight.values():
             attempt.stop("the run ended")
+            if attempt.alarm is not None:
+                attempt.alarm.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
