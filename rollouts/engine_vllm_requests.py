@@ -55,6 +55,7 @@ def sampling(params: SamplingParams) -> VllmParams:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # used once; vLLM's deep copy took 50 µs of each request
         )
     except VLLMClientError as error:
         raise refusal(error) from error
