@@ -37,7 +37,8 @@ class Patience:
     attempts: times that one completion is asked for in all.
     backoff_s: before a failed request is sent again to a server that had it, and before a lost server is looked at
         again; twice as long each further time, up to 15 s.
-    recovery_s: how long requests wait while there is no server at all.
+    recovery_s: how long requests wait while there is no server at all; less than `limits.wall_clock_s`, or a trajectory
+        that waits would end as one that was slow. The scheduler begins it again, and waits longer.
     """
 
     health_interval_s: float = 2.0
@@ -45,7 +46,7 @@ class Patience:
     request_timeout_s: float = 600.0
     attempts: int = 5
     backoff_s: float = 0.5
-    recovery_s: float = 120.0
+    recovery_s: float = 45.0
 
     def backoff(self, times: int) -> float:
         return min(self.backoff_s * 2**times, 15.0)
