@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from data.guard import END, START, Guard
+from data.template_skeleton import Skeletons
 from envs.types import Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ValueError(f"model {name}: no chat template; add chat_template.jinja to the model folder")
         self._tokenizer = tokenizer
+        self._skeletons: Skeletons | None = None
         self.name = name
         self.source = str(tokenizer.chat_template)
         self._options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -103,6 +105,7 @@ class ChatTemplate:
         self.no_results = self._try_results()
         self.no_tools = self._try_tools()
         self.dialect = replace(self.dialect, thinking=self._thinking_key())
+        self._skeletons = Skeletons.of(self._render, guard, self.source, self._tried_chats(), self.guarded)
 
     def render(
         self,
@@ -118,6 +121,30 @@ class ChatTemplate:
         Raises:
             ValueError: the template fails; or it drops or repeats a content.
         """
+        if writing is NATIVE or options or self._skeletons is None:
+            return self._render(messages, tools, writing=writing, generation_prompt=generation_prompt, **options)
+        return self._skeletons.render(messages, tools, writing=writing, generation_prompt=generation_prompt)
+
+    def _tried_chats(self) -> list[list[Message]]:
+        """Conversations of all shapes that the template writes."""
+        chats = [[ASKED]]
+        if self.no_system is None:
+            chats.append([Message(role="system", content="Be brief."), ASKED])
+        if self.no_results is None:
+            calls = () if self.no_calls else (TRIED_CALL,)
+            turn = Message(role="assistant", content="" if calls else "Done.", tool_calls=calls)
+            chats.append([ASKED, turn, Message(role="tool", content="7", call_id=TRIED_CALL.call_id)])
+        return chats
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        writing: Writing,
+        generation_prompt: bool,
+        **options: Any,
+    ) -> str:
         rows = [self._row(message, writing) for message in messages]
         specs: list[Any] = [_written(tool.as_openai(), writing.other) for tool in tools]
         try:

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from data.demonstrations import Demonstration, read_demonstrations, to_sample, to_samples, write_demonstrations
 from data.template_renderer import TemplateRenderer
 from envs.types import Message, ToolCall, ToolSpec
-from tests.data.test_tool_calls import texts, values
 from tests.data.test_types import no_clock
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
@@ -25,6 +24,14 @@ def renderer() -> TemplateRenderer:
     return TemplateRenderer(AutoTokenizer.from_pretrained(EMBEDDED), name="embedded")
 
 
+# Strings that look like the markup around them.
+texts = st.text(max_size=8) | st.sampled_from(["</tool_call>", "<tool_call>", "\\", '"}}', "\n", "\ud7ff\U0001f378"])
+numbers = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
 arguments = st.dictionaries(texts, values, max_size=2)
 tool_calls = st.builds(ToolCall, call_id=texts, name=texts, arguments=arguments)
 messages = st.one_of(
