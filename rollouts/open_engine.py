@@ -9,10 +9,13 @@ from rollouts.config import EngineConfig
 from rollouts.engine import Engine
 
 
-def open_engine(config: EngineConfig, *, model: str, policy_version: int = 0, constrain_calls: bool = False) -> Engine:
+def open_engine(
+    config: EngineConfig, *, model: str, policy_version: int = 0, constrain_calls: bool = False, can_sleep: bool = False
+) -> Engine:
     """Load `model` into the configured engine, or connect to the servers that serve it; blocks until it can sample.
 
     `constrain_calls`: requests may come with a structural tag (`sampling.constrain_calls`).
+    `can_sleep`: it will be told to give its memory to a trainer.
 
     Raises:
         ValueError: there is no model in the folder, vLLM is not installed, a server is not what is wanted, or
@@ -56,6 +59,7 @@ def open_engine(config: EngineConfig, *, model: str, policy_version: int = 0, co
         max_concurrent=config.max_concurrent,
         gpu_memory_utilization=config.gpu_memory_utilization,
         constrain_calls=constrain_calls,
+        can_sleep=can_sleep,
     )
     return VllmEngine(
         Path(model),

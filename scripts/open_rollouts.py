@@ -49,8 +49,10 @@ def renderer_of(config: RolloutConfig, model: str) -> Renderer:
 
 
 @asynccontextmanager
-async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: Ledger) -> AsyncIterator[Runner]:
-    """A runner over a model folder.
+async def open_runner(
+    config: RolloutConfig, *, model: str, seed: int, ledger: Ledger, can_sleep: bool = False
+) -> AsyncIterator[Runner]:
+    """A runner over a model folder. `can_sleep`: its engine will be told to give its memory to a trainer.
 
     Raises:
         ValueError: the folder, its tokenizer or its chat template cannot be used, no turn fits the context, or a money
@@ -65,7 +67,10 @@ async def open_runner(config: RolloutConfig, *, model: str, seed: int, ledger: L
         env = open_env(config.env, sandboxes=sandboxes)
         check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)
         engine = RecordingEngine(
-            open_engine(config.engine, model=model, constrain_calls=config.sampling.constrain_calls), ledger
+            open_engine(
+                config.engine, model=model, constrain_calls=config.sampling.constrain_calls, can_sleep=can_sleep
+            ),
+            ledger,
         )
         try:
             yield Runner(

@@ -65,7 +65,13 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
         if is_main:
             # The engine starts first: it must not find the process group of the trainer.
             runner = await stack.enter_async_context(
-                open_runner(settings.rollout, model=model_path, seed=settings.seed, ledger=ledger)
+                open_runner(
+                    settings.rollout,
+                    model=model_path,
+                    seed=settings.seed,
+                    ledger=ledger,
+                    can_sleep=settings.grpo.vllm_enable_sleep_mode,
+                )
             )
         accelerator = Accelerator()
         learner = _learner(settings, model_path, accelerator)
@@ -79,6 +85,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
                 ledger=ledger,
                 probes=_probes(runner),
                 schedule=settings.rollout.schedule,
+                sleeps=settings.grpo.vllm_enable_sleep_mode,
             )
             wandb_run = start_wandb(folder, settings.wandb, resolved(settings))
             log = MetricsLog(folder, start_after=start_after, run=wandb_run)

@@ -19,7 +19,7 @@ def check_trainable(rollout: RolloutConfig) -> RolloutConfig:
     difference, however exact both sides are (trl #6789: half of them outside 0.9 to 1.1 at `top_p` 0.8).
 
     Raises:
-        ValueError: something else than the temperature is set, or an adapter that the trainer does not have.
+        ValueError: something else than the temperature is set, an adapter that the trainer does not have, or servers.
     """
     for name, field in SamplingConfig.model_fields.items():
         value = getattr(rollout.sampling, name)
@@ -32,6 +32,11 @@ def check_trainable(rollout: RolloutConfig) -> RolloutConfig:
         raise ValueError(
             "engine.adapter: the trainer would not have this adapter; merge it into a model folder and train that, and "
             "set it for run_eval or run_rollouts"
+        )
+    if rollout.engine.kind == "server":
+        raise ValueError(
+            "engine.kind = 'server': the trainer's weights are not sent to servers yet; train with engine.kind vllm, "
+            "and use servers for run_eval or run_rollouts"
         )
     return rollout
 
@@ -99,6 +104,9 @@ class GrpoConfig(Section):
     gradient_checkpointing: bool = False
     dtype: Dtype = "float32"
     """What a step computes in. Trained weights stay float32, where small updates are not rounded away."""
+    vllm_enable_sleep_mode: bool = False
+    """During updates the engine's memory is the trainer's: for one GPU that both share. Its weights wait in the host's
+    memory meanwhile."""
     sync_tolerance: float = Field(default=0.01, gt=0)
     """How far engine and trainer may differ on fixed prompts after a weight sync (nats, the largest difference)."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,15 @@ _GO_ON = "start the same command again to go on from the last checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What process 0 samples with. `probes` are fixed token ids on which engine and trainer must agree."""
+    """What process 0 samples with. `probes` are fixed token ids on which engine and trainer must agree; `sleeps`: the
+    engine gives its memory to the trainer during updates."""
 
     runner: Runner
     engine: Engine
     ledger: Ledger
     probes: Sequence[Sequence[int]]
     schedule: ScheduleConfig
+    sleeps: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +93,8 @@ class GrpoRun:
             updates = [batches for batches in updates if batches]
             self._gate(step, [batch for batches in updates for batch in batches], samples)
             if updates:
-                row |= mean_metrics([self.learner.update(batches) for batches in updates])
+                async with self._engine_asleep():
+                    row |= mean_metrics([self.learner.update(batches) for batches in updates])
             self.learner.end_step()
             updated = time.perf_counter()
             if updates and self.sampling is not None:
@@ -155,6 +159,16 @@ class GrpoRun:
             broadcast_object_list(verdict)
         if verdict[0] is not None:
             raise GateError(verdict[0])
+
+    @asynccontextmanager
+    async def _engine_asleep(self) -> AsyncIterator[None]:
+        """While this lasts, the engine's memory is the trainer's."""
+        if self.sampling is None or not self.sampling.sleeps:
+            yield
+            return
+        await self.sampling.engine.sleep()
+        yield
+        await self.sampling.engine.wake()
 
     async def _sync(self, version: int) -> None:
         """Give the trainer's weights to the engine, and check that they arrived."""

@@ -58,7 +58,7 @@ async def main(
     sampling, log = None, None
     if is_main:
         ledger = Ledger(folder / "ledger" / "completions.jsonl", after_step=start_after)
-        engine = RecordingEngine(open_engine(engine_config(engine_kind), model=model_path), ledger)
+        engine = RecordingEngine(open_engine(engine_config(engine_kind), model=model_path, can_sleep=True), ledger)
         renderer = TemplateRenderer(tokenizer, name=model)
         # A random model hardly ever samples one certain token; with many that end a turn, some turns do end.
         renderer.stop_token_ids = tuple(range(3, 60))
@@ -79,6 +79,7 @@ async def main(
             ledger=ledger,
             probes=[[5, 9, 40, 70, 11, 30]],
             schedule=ScheduleConfig(max_trajectories=8),
+            sleeps=True,
         )
         log = MetricsLog(folder, start_after=start_after, run=None)
     accelerator = Accelerator(cpu=True)
