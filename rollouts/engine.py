@@ -6,6 +6,7 @@ every completion to the ledger before anybody else sees it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -116,6 +117,10 @@ class RecordingEngine:
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         completion = await self._engine.generate(completion_id, prompt_ids, params)
+        if not all(map(math.isfinite, completion.logprobs)):
+            raise EngineError(
+                f"completion {completion_id} has a logprob that is no finite number; nothing could train on it"
+            )
         self._ledger.record(completion)
         return completion
 

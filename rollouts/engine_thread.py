@@ -43,7 +43,7 @@ class EngineThread:
         self._thread.start()
 
     def post(self, job: Callable[[], None]) -> None:
-        """Run `job` before the next step; it must not raise.
+        """Run `job` before the next step. One that raises breaks the engine, as a step does.
 
         Raises:
             EngineError: the engine is closed or broken.
@@ -93,7 +93,10 @@ class EngineThread:
                 continue
             if job is None:
                 break
-            job()
+            try:
+                job()
+            except Exception as error:
+                self.end(self._broke("between two steps", error))
         assert self._error is not None
         self._ended(self._error)
 
@@ -101,9 +104,12 @@ class EngineThread:
         try:
             self._step()
         except Exception as error:
-            failure = EngineError(f"the {self._name} engine broke while sampling ({error}); start a new one")
-            failure.__cause__ = error
-            self.end(failure)
+            self.end(self._broke("while sampling", error))
+
+    def _broke(self, when: str, error: Exception) -> EngineError:
+        failure = EngineError(f"the {self._name} engine broke {when} ({error}); start a new one")
+        failure.__cause__ = error
+        return failure
 
 
 def settle(future: Future[T], result: T) -> None:

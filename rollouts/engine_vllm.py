@@ -241,9 +241,12 @@ class VllmEngine:
         for output in self._engine().step():
             pending = self._pending.pop(output.request_id)
             try:
-                settle(pending.future, pending.read(cast("RequestOutput", output)))
-            except EngineError as error:
-                settle_error(pending.future, error)
+                result = pending.read(cast("RequestOutput", output))
+            except Exception as error:  # such as an output without versions: its caller must not wait for ever
+                failure = EngineError(f"what vLLM sampled cannot be read: {error}")
+                settle_error(pending.future, error if isinstance(error, EngineError) else failure)
+            else:
+                settle(pending.future, result)
         self._left_waiting = self._count_waiting()
 
     def _fail_pending(self, error: EngineError) -> None:

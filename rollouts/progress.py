@@ -62,10 +62,13 @@ class Progress:
             self.streams[-1].append(segment)
         self._context = prompt.token_ids
 
-    def add_completion(self, completion: Completion, prompt: Prompt, parsed: ParsedTurn, generate_s: float) -> None:
-        """What was sampled is on record at once, whatever comes of it. It is no part of the conversation yet: half an
-        answer is no answer, and a call that was not answered is none."""
+    def add_sampled(self, completion: Completion) -> None:
+        """What was sampled is on record at once, whatever comes of it, as it is in the ledger."""
         self.streams[-1].append(Segment.sampled(completion))
+
+    def add_turn(self, completion: Completion, prompt: Prompt, parsed: ParsedTurn, generate_s: float) -> None:
+        """What the completion says. It is no part of the conversation yet: half an answer is no answer, and a call that
+        was not answered is none."""
         turn = Turn(
             index=len(self.turns),
             message=_message(parsed),

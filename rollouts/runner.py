@@ -32,7 +32,7 @@ from rollouts.limits import Streaks, allowance
 from rollouts.observations import observe
 from rollouts.progress import Progress, Prompt
 from rollouts.reward import read_reward
-from rollouts.tool_call import ToolTerms, call_tools, is_cancelled
+from rollouts.tool_call import ToolTerms, call_tools, is_cancelled, is_interruption
 from rollouts.types import StopReason, Trajectory, trajectory_name
 
 Result = TypeVar("Result")
@@ -107,8 +107,8 @@ class Runner:
             stop_reason, error = StopReason.SANDBOX_ERROR, str(failure)
         except EngineError as failure:
             stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
-        except (Exception, SystemExit, asyncio.CancelledError) as failure:
-            if isinstance(failure, asyncio.CancelledError) and is_cancelled():
+        except BaseException as failure:
+            if is_interruption(failure):
                 raise
             # A fault of ours or of the environment's code: it says nothing about the policy.
             stop_reason, error = StopReason.SANDBOX_ERROR, traceback.format_exc()
@@ -176,6 +176,8 @@ class Runner:
                 return StopReason.FINAL_ANSWER
             started = time.perf_counter()
             outcomes = await call_tools(session, parsed.calls, terms)
+            if is_cancelled():  # a tool swallowed it; the clock, or whoever ends the run, meant this trajectory
+                raise asyncio.CancelledError
             progress.add_results(outcomes, time.perf_counter() - started)
             # Our own words about a call that could not be read name markers too.
             answers = (o.result for o, c in zip(outcomes, parsed.calls, strict=True) if isinstance(c, ToolCall))
@@ -206,6 +208,7 @@ class Runner:
             raise EngineError(traceback.format_exc()) from error
         if not completion.token_ids:
             raise EngineError(f"completion {completion_id} has no token; an engine must sample at least one")
+        progress.add_sampled(completion)
         generate_s = time.perf_counter() - started
         parsed = self.renderer.parse(
             completion.token_ids,
@@ -214,7 +217,7 @@ class Runner:
             tools=self.env.tools,
             prompt_ids=prompt.token_ids,
         )
-        progress.add_completion(completion, prompt, parsed, generate_s)
+        progress.add_turn(completion, prompt, parsed, generate_s)
         _check_end(completion, params)
         return completion, parsed
 
@@ -277,4 +280,4 @@ def _check_end(completion: Completion, params: SamplingParams) -> None:
 def completion_seed(run_seed: int, completion_id: str) -> int:
     """The seed of one completion: different for every completion, the same in every run with that seed."""
     digest = hashlib.sha256(f"{run_seed}/{completion_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as many as engines take: no two of a run are alike

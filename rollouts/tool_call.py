@@ -20,6 +20,8 @@ from envs.tools import call_error
 from envs.types import ToolCall, ToolResult, ToolSpec
 from rollouts.observations import clean, observe
 
+_LARGE = 100_000
+"""Characters."""
 _SHOWN = 200
 """Characters of an exception's message that the model reads."""
 
@@ -103,13 +105,13 @@ async def call_tool(session: Session, call: ToolCall, terms: ToolTerms) -> CallO
                 await asyncio.sleep(terms.backoff_s * 2 ** (tries - 1))
                 continue
             how_often = f" {tries} times" if tries > 1 else ""
-            result, failure = _failed(call, error, how_often), traceback.format_exc()
+            result, failure = _failed(call, error, terms.observe, how_often), traceback.format_exc()
         except SandboxError:
             raise
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+        except BaseException as error:
+            if is_interruption(error):
                 raise
-            result, failure = _failed(call, error), traceback.format_exc()
+            result, failure = _failed(call, error, terms.observe), traceback.format_exc()
         break
     return CallOutcome(
         result=replace(result, duration_s=time.perf_counter() - started),
@@ -124,18 +126,27 @@ async def _try(
 ) -> ToolResult:
     """One try, its content as text. The deadline is kept as long as the tool does not block the thread."""
     clock = asyncio.timeout(timeout_s)
+    result: ToolResult | None = None
     try:
         async with clock:
             result = await held.watch(session.call(call))
     except TimeoutError:
         if not clock.expired():  # the tool's own: a failure like any other
             raise
-        return _told(call, f"error: {call.name} gave no result within {timeout_s:g} s")
+    if result is None or clock.expired():  # also where the tool swallowed it, and gave a result after all
+        return _told(call, observe(f"error: {call.name} gave no result within {timeout_s:g} s"))
     # Whatever the tool calls it, the answer is to this call.
-    return replace(result, call_id=call.call_id, content=observe(result.content))
+    content: object = result.content
+    # Megabytes take a second to clean and to cut: beside the loop, so that no other trajectory waits for it.
+    text = await asyncio.to_thread(observe, content) if _is_large(content) else observe(content)
+    return replace(result, call_id=call.call_id, content=text)
 
 
-def _failed(call: ToolCall, error: BaseException, how_often: str = "") -> ToolResult:
+def _is_large(content: object) -> bool:
+    return not isinstance(content, str) or len(content) > _LARGE
+
+
+def _failed(call: ToolCall, error: BaseException, observe: Callable[[object], str], how_often: str = "") -> ToolResult:
     """The type and the message, in one line; of our own code the model learns nothing."""
     try:
         message = " ".join(clean(str(error)).split())
@@ -145,7 +156,7 @@ def _failed(call: ToolCall, error: BaseException, how_often: str = "") -> ToolRe
     if isinstance(error, SystemExit):
         message = "it asked the process to exit"
     said = type(error).__name__ + (f": {message}" if message else "")
-    return _told(call, f"error: {call.name} failed{how_often}: {said}", failed=True)
+    return _told(call, observe(f"error: {call.name} failed{how_often}: {said}"), failed=True)
 
 
 def _told(call: ToolCall | CallError, text: str, *, failed: bool = False) -> ToolResult:
@@ -183,6 +194,14 @@ class _Watched:
                 value, error = (yield waited_for), None
             except BaseException as interruption:  # the deadline, or a cancellation: the tool must see it
                 error = interruption
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether `error` is meant for the whole run, not the failure of what ran: a tool may raise anything, `SystemExit`
+    and what test libraries derive from `BaseException` too."""
+    if isinstance(error, asyncio.CancelledError):
+        return is_cancelled()
+    return isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def is_cancelled() -> bool:
