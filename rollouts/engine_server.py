@@ -27,7 +27,8 @@ from rollouts.engine_sleep import SleepState
 from rollouts.server_check import Checked, Wanted
 from rollouts.server_http import ServerFault
 from rollouts.server_loop import LoopThread
-from rollouts.server_pool import Patience, Server, ServerCounts, ServerPool
+from rollouts.server_patience import Patience
+from rollouts.server_pool import Server, ServerCounts, ServerPool
 from rollouts.server_weights import drop_caches, load_into, write_weights
 from rollouts.server_wire import AbortedError, Reply
 

@@ -10,12 +10,20 @@ from rollouts.engine import Engine
 
 
 def open_engine(
-    config: EngineConfig, *, model: str, policy_version: int = 0, constrain_calls: bool = False, can_sleep: bool = False
+    config: EngineConfig,
+    *,
+    model: str,
+    policy_version: int = 0,
+    constrain_calls: bool = False,
+    can_sleep: bool = False,
+    wall_clock_s: float | None = None,
 ) -> Engine:
     """Load `model` into the configured engine, or connect to the servers that serve it; blocks until it can sample.
 
     `constrain_calls`: requests may come with a structural tag (`sampling.constrain_calls`).
     `can_sleep`: it will be told to give its memory to a trainer.
+    `wall_clock_s`: what a trajectory has (`limits.wall_clock_s`): servers are waited for so much less that one that
+    hangs ends a trajectory as a fault of the engine, not of the policy (`Patience.within`). None = no trajectories.
 
     Raises:
         ValueError: there is no model in the folder, vLLM is not installed, a server is not what is wanted, or
@@ -29,6 +37,7 @@ def open_engine(
         )
     if config.kind == "server":
         from rollouts.engine_server import ServerEngine
+        from rollouts.server_patience import Patience
 
         return ServerEngine(
             config.servers,
@@ -38,6 +47,7 @@ def open_engine(
             adapter=config.adapter,
             policy_version=policy_version,
             api_key=os.environ.get("VLLM_API_KEY"),  # vLLM's own variable: what opens a server opens it here too
+            patience=Patience() if wall_clock_s is None else Patience.within(wall_clock_s),
         )
     adapter = None if config.adapter is None else Path(config.adapter)
     if config.kind == "transformers":

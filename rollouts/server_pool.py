@@ -2,8 +2,9 @@
 
 All turns of a trajectory go to one server, where its prefix is cached, and its siblings start there too while that
 server is not much fuller than the emptiest. Every server is watched: one that is gone, hangs or fails is taken out, at
-which its requests in flight end with a `ServerFault`; it is checked as at the start before it comes back. Everything
-here runs on one event loop.
+which its requests in flight end with a `ServerFault`; it is checked as at the start before it comes back. A server can
+be well by its health while its model stands still: one that answers nothing while a request waits is asked for a token.
+Everything here runs on one event loop.
 """
 
 from __future__ import annotations
@@ -18,38 +19,14 @@ from typing import Any
 import httpx
 
 from rollouts.engine import EngineError
-from rollouts.server_check import Checked, Wanted, check_server, differing
+from rollouts.server_check import Checked, Wanted, check_server, differing, probe_ids
 from rollouts.server_http import ServerFault, call, check_health
+from rollouts.server_patience import Patience
 
 _LOG = logging.getLogger(__name__)
 
 _HOMES = 1 << 16
 """So many trajectories and groups are remembered; nobody says when one has ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long servers are waited for.
-
-    health_interval_s, health_timeout_s: how often each is asked whether it is well, and for how long; two failures in
-        a row take it out, a refused connection at once.
-    request_timeout_s: longer than the longest completion may take. A server that needs more hangs, and is taken out.
-    attempts: times that one completion is asked for in all.
-    backoff_s: before a failed request is sent again to a server that had it, and before a lost server is looked at
-        again; twice as long each further time, up to 15 s.
-    recovery_s: how long requests wait while there is no server at all; less than `limits.wall_clock_s`, or a trajectory
-        that waits would end as one that was slow. The scheduler begins it again, and waits longer.
-    """
-
-    health_interval_s: float = 2.0
-    health_timeout_s: float = 10.0
-    request_timeout_s: float = 600.0
-    attempts: int = 5
-    backoff_s: float = 0.5
-    recovery_s: float = 45.0
-
-    def backoff(self, times: int) -> float:
-        return min(self.backoff_s * 2**times, 15.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +42,8 @@ class Server:
     """When it last answered a request, on the loop's clock."""
     doubt: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to look at its health now."""
+    probe: asyncio.Task[None] | None = None
+    """The last request for one token that was made to see whether its model stands still."""
 
     @property
     def is_up(self) -> bool:
@@ -154,9 +133,10 @@ class ServerPool:
     async def close(self) -> None:
         """Watch no more, and end what is in flight with a `ServerFault`; `pick` refuses from now on."""
         self._closed = True
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        tasks = [*self._watchers, *(server.probe for server in self.servers if server.probe is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for server in self.servers:
             if server.lost is not None and not server.lost.done():
                 server.lost.set_result("the engine is closed")
@@ -191,15 +171,19 @@ class ServerPool:
         lost = server.lost
         assert lost is not None
         timeout_s = self._patience.request_timeout_s
+        began_s = asyncio.get_running_loop().time()
         server.in_flight += 1
         asked = asyncio.create_task(call(self._client, server.address, path, body, timeout_s=timeout_s))
         try:
-            await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((asked, lost), timeout=timeout_s / 2, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._doubt_model(server, began_s)
+                await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
                 raise ServerFault(lost.result())
             fault = asked.exception()
             if isinstance(fault, ServerFault):
-                self._judge(server, fault)
+                self._judge(server, fault, began_s)
             else:
                 server.heard_s = asyncio.get_running_loop().time()
             return asked.result()
@@ -228,11 +212,33 @@ class ServerPool:
             self._homes.popitem(last=False)
         return chosen
 
-    def _judge(self, server: Server, fault: ServerFault) -> None:
-        if fault.kind in ("gone", "hung"):
+    def _judge(self, server: Server, fault: ServerFault, began_s: float) -> None:
+        """What the fault of a request that was sent at `began_s` says about its server."""
+        if fault.kind == "gone" or (fault.kind == "hung" and server.heard_s < began_s):
             self._take_out(server, str(fault))
         elif fault.kind == "failed":
             server.doubt.set()  # perhaps only this connection broke: its health says
+
+    def _doubt_model(self, server: Server, began_s: float) -> None:
+        """Ask for one token, where nothing was heard since `began_s`. It goes on when the request that waits is
+        cancelled, as the clock of its trajectory does: else a model that stands still would never be found out."""
+        if server.is_up and server.heard_s < began_s and (server.probe is None or server.probe.done()):
+            server.probe = asyncio.create_task(self._probe(server))
+
+    async def _probe(self, server: Server) -> None:
+        lost, checked, began_s = server.lost, server.checked, asyncio.get_running_loop().time()
+        assert checked is not None
+        wire, ids = checked.wire, probe_ids(self._wanted.vocab_size)
+        body = wire.ask_top(ids, temperature=1.0, model=self._wanted.adapter)
+        try:
+            # As long as the request has left: a batch that is full of long completions lets the probe wait too.
+            await call(self._client, server.address, wire.path, body, timeout_s=self._patience.request_timeout_s / 2)
+            server.heard_s = asyncio.get_running_loop().time()
+        except ServerFault as fault:
+            if server.lost is lost:  # not one that went, and came back meanwhile
+                self._judge(server, fault, began_s)
+        except EngineError as error:
+            _LOG.warning("server %s refused the request for one token: %s", server.address, error)
 
     async def _watch(self, server: Server) -> None:
         while True:

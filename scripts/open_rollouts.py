@@ -68,7 +68,11 @@ async def open_runner(
         check_context(renderer, env, max_context_tokens=config.engine.max_context_tokens)
         engine = RecordingEngine(
             open_engine(
-                config.engine, model=model, constrain_calls=config.sampling.constrain_calls, can_sleep=can_sleep
+                config.engine,
+                model=model,
+                constrain_calls=config.sampling.constrain_calls,
+                can_sleep=can_sleep,
+                wall_clock_s=config.limits.wall_clock_s,
             ),
             ledger,
         )

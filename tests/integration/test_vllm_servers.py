@@ -22,7 +22,7 @@ from envs.types import ToolCall
 from rollouts.engine import RecordingEngine
 from rollouts.engine_server import ServerEngine
 from rollouts.scheduler import sample_groups
-from rollouts.server_pool import Patience
+from rollouts.server_patience import Patience
 from rollouts.types import StopReason, Trajectory
 from tests.requirements import require
 from tests.rollouts.desk import EMBEDDED, RENDERER, Desk, make_runner

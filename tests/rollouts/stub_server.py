@@ -62,6 +62,7 @@ class StubServer:
 
     faults: what the next requests for tokens get instead of an answer, in order.
     is_held: requests for tokens wait until it is False.
+    is_stuck: probes (one token, seed 0) wait too, until it is False.
     change: applied to every answer, to make it wrong.
     """
 
@@ -85,7 +86,7 @@ class StubServer:
         self.start_version = version
         self.faults: deque[Fault] = deque()
         self.health: Fault = 200
-        self.is_held = False
+        self.is_held = self.is_stuck = False
         self.change: Callable[[dict[str, Any]], None] = lambda answer: None
         self.asked: list[Mapping[str, Any]] = []
         """The bodies of all requests for tokens, probes left out."""
@@ -265,6 +266,8 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
             sampling = body.get("sampling_params", body)
             is_probe = sampling["max_tokens"] == 1 and sampling.get("seed") == 0
             if is_probe:
+                if not self._wait(lambda: not stub.is_stuck):
+                    return None
                 return self._say(*stub.answer(self.path, body))
             stub.asked.append(body)
             fault = stub.next_fault()

@@ -21,7 +21,7 @@ from rollouts.config import EngineConfig
 from rollouts.engine import EngineError, EngineLoad, RecordingEngine
 from rollouts.engine_server import ServerEngine
 from rollouts.open_engine import open_engine
-from rollouts.server_pool import Patience
+from rollouts.server_patience import Patience
 from tests.rollouts.stub_server import VOCAB_SIZE, StubServer, sample, save_stub_model
 
 SOON = Patience(
@@ -103,6 +103,11 @@ def hold(servers: Sequence[StubServer]) -> None:
 def release(servers: Sequence[StubServer]) -> None:
     for server in servers:
         server.is_held = False
+
+
+def stand_still(server: StubServer) -> None:
+    """From now on no request for tokens is answered, probes neither; its health is well."""
+    server.is_held = server.is_stuck = True
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -493,10 +498,69 @@ def test_a_request_that_never_ends_takes_its_server_out(
     """Its health is well, and its model stands still."""
     servers = [stub(), stub()]
     engine = connect(*servers, patience=Patience(request_timeout_s=1.0, backoff_s=0.02))
-    servers[0].faults.append("hang")
+    stand_still(servers[0])
     completions = asyncio.run(sample_all(engine, ["a/0", "b/0"]))
     assert len(completions) == 2
     assert engine.counts.lost == 1
+
+
+def test_a_request_that_never_ends_goes_elsewhere_and_a_server_that_gives_tokens_stays(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
+) -> None:
+    servers = [stub(), stub()]
+    engine = connect(*servers, patience=Patience(request_timeout_s=4.0, backoff_s=0.02))
+    servers[0].faults.append("hang")
+    completions = asyncio.run(sample_all(engine, ["a/0", "b/0"]))
+    assert len(completions) == 2
+    assert (engine.counts.resent, engine.counts.lost) == (1, 0)
+
+
+def test_a_model_that_stands_still_is_found_though_the_request_was_cancelled_before(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
+) -> None:
+    """As the clock of a trajectory does, turn after turn."""
+    server = stub()
+    engine = connect(server, patience=Patience(request_timeout_s=2.0, backoff_s=0.02, recovery_s=60.0))
+    stand_still(server)
+    probes = len(server.posts)
+
+    async def scenario() -> Completion:
+        work = asyncio.create_task(engine.generate("t/0", [5], sampling()))
+        await until(lambda: len(server.posts) >= probes + 2)  # the request, and the probe
+        work.cancel()
+        await until(lambda: engine.counts.lost == 1)
+        server.is_held = server.is_stuck = False
+        return await engine.generate("t/1", [5], sampling())
+
+    assert len(asyncio.run(scenario()).token_ids) == 6
+    assert (engine.counts.lost, engine.counts.returned) == (1, 1)
+
+
+def test_a_hung_server_is_the_engines_fault_before_the_clock_of_the_trajectory_ends(
+    stub: Callable[..., StubServer], model: Path
+) -> None:
+    server = stub()
+    config = EngineConfig(kind="server", servers=(server.address,), max_context_tokens=256)
+
+    async def scenario() -> None:
+        engine = open_engine(config, model=str(model), wall_clock_s=8.0)
+        stand_still(server)
+        try:
+            async with asyncio.timeout(8.0):
+                await engine.generate("t/0", [5], sampling())
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match=r"no server came back within 2 s .*no answer within"):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("wall_clock_s", [1.0, 120.0, 1e5])
+def test_servers_are_waited_for_less_than_a_trajectory_has(wall_clock_s: float) -> None:
+    usual, patience = Patience(), Patience.within(wall_clock_s)
+    assert patience.request_timeout_s + patience.recovery_s <= 0.75 * wall_clock_s
+    assert patience.request_timeout_s <= usual.request_timeout_s
+    assert patience.recovery_s <= usual.recovery_s
 
 
 def test_a_server_comes_back_when_it_is_well_again(
