@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from data.types import Completion, SamplingParams, Segment, TokenStream
-from envs.types import Task
+from envs.types import Message, Task
+from rollouts.accounting import cost_usd, count_turns
+from rollouts.config import PricesConfig
 from rollouts.engine import Engine, EngineLoad
-from rollouts.types import StopReason, Trajectory, TrajectoryGroup, trajectory_name
+from rollouts.types import StopReason, Trajectory, TrajectoryGroup, Turn, trajectory_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,15 +40,19 @@ class Group:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
-    """One try at one trajectory; `number` counts the tries that were lost before it."""
+    """One try at one trajectory; `number` counts the tries that were lost before it.
+
+    turns: its calls of the engine as the schedule sees them: how many tokens went in and came out, not what they say.
+    """
 
     group: Group
     sibling_index: int
     number: int = 0
     not_before: float = 0.0
     order: int = -1
-    has_asked: bool = False
+    turns: list[Turn] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
+    context: Sequence[int] = ()
     task: asyncio.Task[Trajectory] | None = None
     alarm: asyncio.TimerHandle | None = None
     stopped: str | None = None
@@ -60,14 +66,43 @@ class Attempt:
             group=self.group, sibling_index=self.sibling_index, number=self.number + 1, not_before=not_before
         )
 
+    @property
+    def has_asked(self) -> bool:
+        return bool(self.turns)
+
+    def ask(self, prompt_ids: Sequence[int]) -> None:
+        """A prompt goes to the engine: it costs what it costs, whatever becomes of its answer."""
+        turn = Turn(
+            index=len(self.turns),
+            message=Message(role="assistant", content=""),
+            tool_results=(),
+            generate_s=0.0,
+            env_s=0.0,
+            prompt_tokens=len(prompt_ids),
+            repeated_prompt_tokens=_common_prefix(self.context, prompt_ids),
+            cached_prompt_tokens=0,  # unknown would hide what the engine says of all other calls
+        )
+        self.turns.append(turn)
+        self.context = prompt_ids
+
+    def answer(self, completion: Completion) -> None:
+        """The engine's answer to what was asked last."""
+        self.completions.append(completion)
+        self.turns[-1] = replace(
+            self.turns[-1],
+            cached_prompt_tokens=completion.cached_prompt_tokens,
+            sampled_tokens=len(completion.token_ids),
+        )
+
     def stop(self, why: str) -> None:
         self.stopped = self.stopped or why
         if self.task is not None:
             self.task.cancel()
 
-    def cut_short(self, why: str) -> Trajectory:
+    def cut_short(self, why: str, prices: PricesConfig) -> Trajectory:
         """What is left of an attempt that gave no trajectory: what was sampled for it is in the ledger and must be
-        accounted for; what stood between its turns is lost."""
+        accounted for, and so must what its calls cost; what they say, what stood between them and how long they took
+        is lost."""
         stream = TokenStream([Segment.sampled(completion) for completion in self.completions if completion.token_ids])
         return Trajectory(
             trajectory_id=self.trajectory_id,
@@ -75,21 +110,36 @@ class Attempt:
             group_id=self.group.group_id,
             sibling_index=self.sibling_index,
             streams=(stream,) if len(stream) else (),
-            turns=(),
+            turns=tuple(self.turns),
             stop_reason=StopReason.CANCELLED,
             reward=None,
             error=why,
+            cost_usd=cost_usd(count_turns(self.turns), prices),
             attempt=self.number,
         )
 
 
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two contexts begin with in common.
+
+    >>> _common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    if second[: len(first)] == first:  # as a rule a context only grows; this is much faster than to look at each token
+        return len(first)
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
 class WatchedEngine:
-    """The engine of a schedule: it tells when a trajectory asks and when it has its answer."""
+    """The engine of a schedule: it tells when a trajectory asks and when it has its answer. `on_call`, which gets the
+    completion's id and its prompt, may refuse: what it raises, the trajectory gets, and nothing is sampled."""
 
     def __init__(
         self,
         engine: Engine,
-        on_call: Callable[[str], None],
+        on_call: Callable[[str, Sequence[int]], None],
         on_answer: Callable[[str, Completion | None], None],
     ) -> None:
         self._engine = engine
@@ -112,8 +162,8 @@ class WatchedEngine:
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         completion: Completion | None = None
+        self._on_call(completion_id, prompt_ids)
         self.calls += 1
-        self._on_call(completion_id)
         try:
             completion = await self._engine.generate(completion_id, prompt_ids, params)
             self.sampled_tokens += len(completion.token_ids)

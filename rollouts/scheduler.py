@@ -10,6 +10,7 @@ It leaves out how one trajectory goes (`runner.py`) and what is done with its gr
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from data.types import Completion
 from envs.types import Task
 from rollouts.attempt import Attempt, Group, WatchedEngine
 from rollouts.config import ScheduleConfig
-from rollouts.engine import EngineLoad
+from rollouts.engine import EngineError, EngineLoad
 from rollouts.outage import Outage, is_worth_another_try, retry_delay_s
 from rollouts.runner import Runner
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
@@ -36,7 +37,7 @@ _PARTS = 5
 """A trajectory has `limits.wall_clock_s` for each of four parts (see `LimitsConfig`); one that is not over after five
 hangs."""
 _LET_GO_S = 10.0
-"""So long a cancelled trajectory may take to clean up before the run goes on without it."""
+"""So long a cancelled trajectory may take to clean up; then it is cancelled again, or the run goes on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,10 @@ class Scheduler:
             async for group in scheduler:           # in the order in which they end; more may be submitted meanwhile
                 ...
 
-    Leaving it cancels what is in flight and waits until its sandboxes and requests are gone.
+    Leaving it cancels what is in flight and waits until its sandboxes and requests are gone; a warning names those that
+    do not end even when they are cancelled twice. From then on, nothing is sampled for any of them.
+
+    `on_done` hears of each trajectory as it ends; `on_lost` of each attempt that is begun again in its stead.
     """
 
     def __init__(
@@ -94,11 +98,13 @@ class Scheduler:
         schedule: ScheduleConfig,
         *,
         on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+        on_lost: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> None:
         self._engine = WatchedEngine(runner.engine, self._on_call, self._on_answer)
         self._runner = replace(runner, engine=self._engine)
         self._schedule = schedule
         self._on_done = on_done
+        self._on_lost = on_lost
         self._groups: dict[str, Group] = {}
         self._used_ids: set[str] = set()
         self._queue: deque[Attempt] = deque()
@@ -140,7 +146,7 @@ class Scheduler:
         self._again = [attempt for attempt in self._again if attempt.group is not group]
         self._queue = deque(attempt for attempt in self._queue if attempt.group is not group)
         for attempt in waiting:
-            self._settle(attempt, attempt.cut_short("its group was cancelled before it began"))
+            self._settle(attempt, self._cut_short(attempt, "its group was cancelled before it began"))
         for attempt in list(self._in_flight.values()):
             if attempt.group is group:
                 attempt.stop("its group was cancelled")
@@ -179,13 +185,26 @@ class Scheduler:
         self._is_closing = True
         if self._look is not None:
             self._look.cancel()
-        tasks = [attempt.task for attempt in self._in_flight.values() if attempt.task is not None]
-        for attempt in self._in_flight.values():
-            attempt.stop("the run ended")
+        attempts = list(self._in_flight.values())
+        for attempt in attempts:
             if attempt.alarm is not None:
                 attempt.alarm.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        for _ in range(2):  # what swallows one cancellation often ends with the next
+            for attempt in attempts:
+                attempt.stop("the run ended")
+            tasks = [attempt.task for attempt in attempts if attempt.task is not None and not attempt.task.done()]
+            if not tasks:
+                break
+            await asyncio.wait(tasks, timeout=_LET_GO_S)
+        self._in_flight.clear()
+        deaf = [attempt.trajectory_id for attempt in attempts if attempt.task is not None and not attempt.task.done()]
+        if deaf:
+            warnings.warn(
+                f"{len(deaf)} trajectories did not end within {2 * _LET_GO_S:g} s, though they were cancelled twice, "
+                f"and are left behind: {', '.join(deaf)}; their tools or grader must let CancelledError through",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _look_soon(self, delay_s: float) -> None:
         """Look for room in `delay_s` seconds, or earlier if that was planned."""
@@ -256,7 +275,7 @@ class Scheduler:
 
     def _let_go(self, attempt: Attempt, why: str) -> None:
         """It does not even end when it is cancelled: the run goes on without it."""
-        self._over(attempt, attempt.cut_short(f"{why}, and it did not end when it was cancelled"))
+        self._over(attempt, self._cut_short(attempt, f"{why}, and it did not end when it was cancelled"))
 
     def _ended(self, attempt: Attempt) -> None:
         """The task of an attempt is over."""
@@ -268,9 +287,12 @@ class Scheduler:
         if failure is not None:  # a fault of ours: the runner turns all others into trajectories
             self._fail(failure)
         elif task.cancelled():
-            self._over(attempt, attempt.cut_short(attempt.stopped or "cancelled"))
+            self._over(attempt, self._cut_short(attempt, attempt.stopped or "cancelled"))
         else:
             self._over(attempt, task.result())
+
+    def _cut_short(self, attempt: Attempt, why: str) -> Trajectory:
+        return attempt.cut_short(why, self._runner.prices)
 
     def _over(self, attempt: Attempt, trajectory: Trajectory) -> None:
         del self._in_flight[attempt.trajectory_id]
@@ -295,6 +317,7 @@ class Scheduler:
             group.lost.append(trajectory)
             self._again.append(attempt.next_one(not_before=now + retry_delay_s(attempt.number)))
             self._retried += 1
+            self._on_lost(trajectory)
             return
         group.ended[attempt.sibling_index] = trajectory
         self._on_done(trajectory)
@@ -313,14 +336,20 @@ class Scheduler:
         self._failure = self._failure or failure
         self._news.set()
 
-    def _on_call(self, completion_id: str) -> None:
+    def _on_call(self, completion_id: str, prompt_ids: Sequence[int]) -> None:
+        """
+        Raises:
+            EngineError: the run went on without the trajectory that asks; what was sampled for it now would be in the
+                ledger of a later step, and in none of its groups.
+        """
         attempt = self._in_flight.get(completion_id.rpartition("/")[0])
-        if attempt is not None:
-            attempt.has_asked = True
+        if attempt is None or self._is_closing:
+            raise EngineError(f"completion {completion_id} is not sampled: its trajectory is no longer in flight")
+        attempt.ask(prompt_ids)
 
     def _on_answer(self, completion_id: str, completion: Completion | None) -> None:
         attempt = self._in_flight.get(completion_id.rpartition("/")[0])
         if attempt is not None and completion is not None:
-            attempt.completions.append(completion)
+            attempt.answer(completion)
         if self._queue or self._again:
             self._look_soon(_SETTLE_S)

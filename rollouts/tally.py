@@ -10,12 +10,15 @@ from rollouts.types import Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Sums over the trajectories that were added. Reward, tokens and turns are of those that have a reward."""
+    """Sums over the trajectories that were added. Reward, tokens and turns are of those that have a reward; time and
+    money are of all, attempts that were begun again included."""
 
     trajectories: int = 0
     lost: int = 0
     first_cause: str | None = None
     """What went wrong in the first that was lost."""
+    begun_again: int = 0
+    """Attempts that were lost, and others were begun in their stead: no trajectories, but they were paid for."""
     reward: float = 0.0
     sampled_tokens: int = 0
     turns: int = 0
@@ -25,9 +28,7 @@ class Tally:
 
     def add(self, trajectory: Trajectory) -> None:
         self.trajectories += 1
-        self.cost_usd += trajectory.cost_usd
-        self.generate_s += sum(turn.generate_s for turn in trajectory.turns)
-        self.env_s += sum(turn.env_s for turn in trajectory.turns)
+        self._spend(trajectory)
         if trajectory.reward is None:
             self.lost += 1
             self.first_cause = self.first_cause or trajectory.cause
@@ -35,6 +36,16 @@ class Tally:
         self.reward += trajectory.reward
         self.sampled_tokens += sampled_tokens(trajectory)
         self.turns += len(trajectory.turns)
+
+    def add_begun_again(self, attempt: Trajectory) -> None:
+        """Count an attempt that was lost, in whose stead another is begun."""
+        self.begun_again += 1
+        self._spend(attempt)
+
+    def _spend(self, trajectory: Trajectory) -> None:
+        self.cost_usd += trajectory.cost_usd
+        self.generate_s += sum(turn.generate_s for turn in trajectory.turns)
+        self.env_s += sum(turn.env_s for turn in trajectory.turns)
 
     @property
     def graded(self) -> int:
@@ -49,8 +60,9 @@ class Tally:
         """The result of a run, for a person."""
         graded = max(1, self.graded)
         lost = f"; {self.lost} lost to infrastructure, the first: {self.first_cause}" if self.lost else ""
-        cost = f", ${self.cost_usd:.4f}" if self.cost_usd else ""
+        again = f"; {self.begun_again} lost attempts were begun again" if self.begun_again else ""
+        cost = f", ${self.cost_usd:.4f} in all" if self.cost_usd else ""
         return (
             f"reward {self.reward / graded:.2f}, {self.sampled_tokens / graded:.0f} sampled tokens and "
-            f"{self.turns / graded:.1f} turns each{cost}{lost}"
+            f"{self.turns / graded:.1f} turns each{cost}{again}{lost}"
         )

@@ -106,7 +106,7 @@ async def roll_out(
 
     Args:
         prefix: groups are `{prefix}/{task_id}`.
-        tally: what is there already; each trajectory is added to it.
+        tally: what is there already; each trajectory is added to it, and what attempts cost that are begun again.
         on_done: hears of each trajectory as it ends.
         on_group: hears of each group when its last trajectory is over.
 
@@ -119,7 +119,7 @@ async def roll_out(
         on_done(trajectory)
 
     total = tally.trajectories + sum(len(siblings) for _, siblings in missing)
-    async with Scheduler(runner, schedule, on_done=ended) as scheduler:
+    async with Scheduler(runner, schedule, on_done=ended, on_lost=tally.add_begun_again) as scheduler:
         for task, siblings in missing:
             scheduler.submit(task, group_id=f"{prefix}/{task.task_id}", siblings=siblings)
         async with show_rollouts(total, tally, lambda: scheduler.status):

@@ -68,6 +68,7 @@ def take_stock(
     def is_done(trajectory: Trajectory) -> bool:
         if trajectory.stop_reason.is_infrastructure:
             lost_tasks.add(trajectory.task_id)
+            tally.add_begun_again(trajectory)
             return False
         tally.add(trajectory)
         done.add((trajectory.task_id, trajectory.sibling_index))
