@@ -197,6 +197,8 @@ class FamilyRenderer:
     ) -> list[tuple[int, bool]] | None:
         """The ids behind a turn, each with whether it holds content; None where the package goes on from no such turn,
         or would have to render it again."""
+        if not sampled_ids:
+            return None
         # A stop token inside a turn (of a stop list other than ours) ends nothing.
         body = [token for token in sampled_ids[:-1] if token not in self.stop_token_ids] + list(sampled_ids[-1:])
         ended = self._traits.forgets_separator and body[-1] == self.stop_token_ids[0] and len(body) > 1
@@ -221,7 +223,8 @@ class FamilyRenderer:
         for wanted in (rows, told):
             for end in ends:
                 if (added := self._added(wanted, (stop,), end, tools)) is not None:
-                    return added if sampled_ids[-1] in self.stop_token_ids else [(stop, False), *added]
+                    closed = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
+                    return added if closed else [(stop, False), *added]
         raise ValueError(f"model {self._model}: family {self.name} has no way to go on after this turn")
 
     def _read(self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedResponse:

@@ -77,7 +77,9 @@ def _untrimmed(raw: str, key: str, value: Any) -> Any:
     line break at the end of a file, would be lost."""
     if not isinstance(value, str):
         return value
-    written = rf"{re.escape(key)}\s*(?:</arg_key[^<>]*>\s*<arg_value[^<>]*>|\">)(\s*{re.escape(value)}\s*)</"
+    written = (
+        rf"(?<=[>\s\"']){re.escape(key)}\s*(?:</arg_key[^<>]*>\s*<arg_value[^<>]*>|\">)(\s*{re.escape(value)}\s*)</"
+    )
     found = re.search(written, raw)
     return found[1] if found else value
 

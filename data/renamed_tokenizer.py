@@ -56,12 +56,15 @@ def _renamed_model(backend: Tokenizer, names: Mapping[str, str]) -> Any:
     else:
         model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in vocabulary.items()}
     if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in names]
+        # What is merged into a control token, or out of one, would be text that holds it.
+        model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_parts(merge))]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
     return Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": model})).model
 
 
-def _merged(merge: str | list[str]) -> str:
-    return merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+def _parts(merge: str | list[str]) -> tuple[str, str, str]:
+    """The two parts of a merge, and what they make."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right, left + right

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from data.guard import END, START, Guard
+from data.template_reading import may_look_inside
 from envs.types import Message, ToolSpec
 
 if TYPE_CHECKING:
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 # Longer histories come once: they are rendered.
 _MAX_MESSAGES, _MAX_KEPT = 8, 256
 _PLACE = re.compile(f"{START}place (\\d+){END}")
-# What a template does with a text in order to look into it, by a method or a filter.
-_LOOKS_INSIDE = re.compile(
-    r"startswith|endswith|split|replace|rfind|\.find\(|\bcount\b|regex|\[-?\d+:|not in |if '.*' in "
-)
 _TRIED = (
     "What is 12?",
     "naïve, nai\u0308ve, 日本, 👩\u200d👩",
@@ -48,7 +45,7 @@ class Skeletons:
     def __init__(self, render: Render, guard: Guard) -> None:
         self._render = render
         self._guard = guard
-        self._kept: dict[Hashable, tuple[Sequence[ToolSpec], str]] = {}
+        self._kept: dict[Hashable, str] = {}
 
     @classmethod
     def of(
@@ -60,7 +57,7 @@ class Skeletons:
             source: the template.
             chats: conversations of all shapes that it writes.
         """
-        if _LOOKS_INSIDE.search(source):
+        if may_look_inside(source):
             return None
         skeletons = cls(render, guard)
         for chat in chats:
@@ -81,9 +78,10 @@ class Skeletons:
         if shape is None:
             return self._render(messages, tools, writing=writing, generation_prompt=generation_prompt)
         tools = tuple(tools)
-        key = (shape, id(writing), generation_prompt)
-        kept = self._kept.get(key)
-        if kept is None or kept[0] != tools:
+        # Tools that are equal may be written differently: 1 and True, keys in another order.
+        key = (shape, repr(tools), id(writing), generation_prompt)
+        text = self._kept.get(key)
+        if text is None:
             named = [
                 message if message.role == "assistant" else replace(message, content=f"place {number}")
                 for number, message in enumerate(messages)
@@ -91,8 +89,8 @@ class Skeletons:
             text = self._render(named, tools, writing=writing, generation_prompt=generation_prompt)
             if len(self._kept) >= _MAX_KEPT:
                 self._kept.clear()
-            kept = self._kept[key] = (tools, text)
-        return _PLACE.sub(lambda found: self._guard.mark(messages[int(found[1])].content), kept[1])
+            self._kept[key] = text
+        return _PLACE.sub(lambda found: self._guard.mark(messages[int(found[1])].content), text)
 
 
 def _shape(messages: Sequence[Message]) -> Hashable:

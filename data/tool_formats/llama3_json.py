@@ -27,7 +27,7 @@ _OBJECT = r'\{(?=\s*["}])'
 _NEXT = re.compile(f"{_HEAD.pattern}|{re.escape(_TAG)}")
 # A fence of another language is skipped whole; one of JSON belongs to the object in it.
 _OPENER = re.compile(
-    r"(?P<other>```(?!(?:json|tool_calls?)\b)[\w+-]+[^\n]*\n.*?(?:```|\Z))"
+    r"(?P<other>```(?!(?:json|tool_calls?)\b)[\w+-][^\n]*\n.*?(?:```|\Z))"
     rf"|(?P<tag>{re.escape(_TAG)})|(?P<fence>```(?:json|tool_calls?)?\s*(?=\{{))?{_OBJECT}",
     re.DOTALL,
 )

@@ -99,7 +99,11 @@ def _read_parameter(text: str, start: int, tool: ToolSpec | None) -> tuple[str, 
     types = types_of(tool, name)
     inside = _json_end(text, begin) if types and types <= _JSON else begin
     end = _STRUCTURAL_END.search(text, inside)
-    if end and not _NEVER_CLOSED.search(text, inside, end.start()):
+    unclosed = _NEVER_CLOSED.search(text, inside, end.start()) if end else None
+    if unclosed and _OPENER.search(text, inside, unclosed.start()):
+        # The value quotes a call. Where it ends cannot be told, and nothing that it quotes may run.
+        raise Malformed(f"the value of {shown(name)} holds a tool call; write it in other words", text.rfind(_CLOSE))
+    if end and not unclosed:
         return name, text[begin : end.start()].removeprefix("\n").removesuffix("\n"), end.end()
     close = text.find(_END, inside)
     if end or close < 0:

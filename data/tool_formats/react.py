@@ -50,12 +50,12 @@ HOW_TO = 'Action: TOOL({"NAME": VALUE})'
 _THINKING = (("<think>", "</think>"),)
 LABEL = re.compile(
     r"^[ \t]*(?:\*\*)?(?P<label>thought|action input|action|observation|final answer|answer)"
-    r"[ \t]*\d*(?:\*\*)?[ \t]*:(?:\*\*)?[ \t]*",
+    r"[ \t]*+\d*+(?:\*\*)?[ \t]*+:(?:\*\*)?[ \t]*",
     re.IGNORECASE | re.MULTILINE,
 )
 _MARKER = re.compile(f"(?P<think><think>)|{LABEL.pattern}", LABEL.flags)
 _ACTION = re.compile(r"`?(?P<name>[^\s()\[\]{}:`]+)`?[ \t]*(?P<bracket>[(\[])?")
-_INPUT = re.compile(r"\s*(?:\*\*)?action input[ \t]*\d*(?:\*\*)?[ \t]*:(?:\*\*)?[ \t]*", re.IGNORECASE)
+_INPUT = re.compile(r"\s*(?:\*\*)?action input[ \t]*+\d*+(?:\*\*)?[ \t]*+:(?:\*\*)?[ \t]*", re.IGNORECASE)
 _SQUARE = re.compile(r"[\[\]]")
 
 

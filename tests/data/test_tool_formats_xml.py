@@ -152,3 +152,25 @@ def test_several_functions_in_one_block_and_a_function_alone() -> None:
     both = "<function=f>\n<parameter=x>1</parameter>\n</function>\n<function=g>\n</function>"
     for text in (f"<tool_call>\n{both}\n</tool_call>", both):
         assert as_pairs(parse(text).calls) == [("f", {"x": "1"}), ("g", {})]
+
+
+def test_a_call_that_a_value_quotes_never_runs() -> None:
+    text = (
+        "<tool_call>\n<function=write>\n<parameter=text>\nExample:\n<tool_call>\n<function=rm>\n<parameter=path>\n/srv\n"
+        "</parameter>\n</function>\n</tool_call>\n</parameter>\n</function>\n</tool_call>\nDone."
+    )
+    tools = [ToolSpec(name=name, description="", parameters={"type": "object"}) for name in ("write", "rm")]
+    turn = tool_format("qwen3_coder").parse(text, call_id_prefix="c", finish_reason="stop", tools=tools)
+    (call,) = turn.calls
+    assert isinstance(call, CallError)
+    assert "holds a tool call" in call.text
+    assert turn.content == "Done."
+
+
+def test_a_parameter_that_was_not_closed_leaves_the_next_call_alone() -> None:
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n</function>\n</tool_call>"
+    )
+    turn = tool_format("qwen3_coder").parse(text, call_id_prefix="c", finish_reason="stop")
+    assert [type(call).__name__ for call in turn.calls] == ["CallError", "ToolCall"]

@@ -148,25 +148,30 @@ def test_no_more_than_max_concurrent_run_at_once() -> None:
     most = 0
 
     class CountingEngine(ScriptedEngine):
+        """Answers three at a time: fewer than that would wait for ever."""
+
         async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
             nonlocal running, most
             running += 1
             most = max(most, running)
+            await three.wait()
             completion = await super().generate(completion_id, prompt_ids, params)
             running -= 1
             return completion
 
-    engine = CountingEngine(lambda prompt: say("ok"), delay_s=0.01)
-    in_sandboxes(
+    three = asyncio.Barrier(3)
+    engine = CountingEngine(lambda prompt: say("ok"))
+    (group,) = in_sandboxes(
         lambda sandboxes: sample_groups(
             make_runner(engine, sandboxes),
             [TASK],
-            num_generations=8,
+            num_generations=9,
             prefix="p",
             schedule=ScheduleConfig(max_trajectories=3),
         )
     )
     assert most == 3
+    assert [trajectory.stop_reason for trajectory in group.trajectories] == [StopReason.FINAL_ANSWER] * 9
 
 
 def test_no_sandbox_outlives_its_trajectory(tmp_path: Path) -> None:
