@@ -168,7 +168,7 @@ class Runner:
             completion, parsed = await self._sample(progress, prompt, room.tokens)
             if completion.finish_reason == "length":
                 return room.reason
-            if parsed.thinking_open:
+            if parsed.thinking_open and not parsed.calls:
                 # It says nothing, so nothing can answer it; an empty answer would be one that it never gave.
                 return StopReason.PARSE_ERRORS
             if not parsed.calls:

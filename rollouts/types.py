@@ -62,7 +62,7 @@ class Turn:
         price list calls cached.
     cached_prompt_tokens: how many of them the engine says it had cached; None where it does not say.
     sampled_tokens: length of the completion.
-    thinking_open: it ended before its thinking did, so it says nothing.
+    thinking_open: it ended before its thinking did; only what stood before that counts.
     invalid_calls: calls that could not be read, name no tool, or do not fit its schema.
     tool_failures: what went wrong inside tools, with the traceback; the model read one line of it.
     retries: calls made again after a transient failure of a tool.
