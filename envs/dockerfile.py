@@ -18,7 +18,7 @@ from pathlib import Path
 from envs.sandbox.base import SandboxFile, User
 from envs.task_tree import read_tree
 
-DEFAULT_WORKDIR = "/work"
+DEFAULT_WORKDIR = "/app"
 USERS: Mapping[str, User] = {"root": "root", "0": "root", "nobody": "nobody", "65534": "nobody"}
 
 SYSTEM_FOLDERS = frozenset("bin boot dev etc lib lib32 lib64 libx32 logs proc root run sbin sys tests tmp usr".split())

@@ -133,7 +133,7 @@ def _base_spec(path: Path, toml: TaskToml) -> SandboxSpec:
     try:
         if plain is not None:
             if workdir and workdir.split("/")[1:2] and workdir.split("/")[1] in SYSTEM_FOLDERS:
-                raise ValueError(f"environment.workdir: {workdir} is the system's own folder; use one such as /work")
+                raise ValueError(f"environment.workdir: {workdir} is the system's own folder; use one such as /app")
             return _plain_spec(plain, workdir or DEFAULT_WORKDIR, environment)
         if workdir is None:
             raise ValueError("environment.workdir: the image's working folder is not known here; name it")

@@ -63,10 +63,10 @@ chroot "$tree" python3 -c 'import swerex.server' >"$folder/log" 2>&1 ||
     die "SWE-ReX does not start in the image: $(tail -n 1 "$folder/log")"
 
 rm -rf "$tree"/var/cache/apt/archives/*.deb "$tree"/var/lib/apt/lists/* "$tree"/usr/share/{doc,man,locale}
-mkdir -p "$tree/work"
-chmod 1777 "$tree/work"
+mkdir -p "$tree/app"
+chmod 1777 "$tree/app"
 say "docker import"
 tar -C "$tree" --one-file-system --numeric-owner -c . |
-    docker import --change 'ENV PATH=/usr/local/bin:/usr/bin:/bin' --change 'WORKDIR /work' --change 'CMD ["sh"]' \
+    docker import --change 'ENV PATH=/usr/local/bin:/usr/bin:/bin' --change 'WORKDIR /app' --change 'CMD ["sh"]' \
         - "$image" >/dev/null
 say "built $image"

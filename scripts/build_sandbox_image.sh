@@ -31,8 +31,8 @@ docker version >/dev/null 2>&1 ||
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 root="$folder/root"
-mkdir -p "$root/bin" "$root/etc" "$root/proc" "$root/sys" "$root/dev" "$root/tmp" "$root/work"
-chmod 1777 "$root/tmp" "$root/work"
+mkdir -p "$root/bin" "$root/etc" "$root/proc" "$root/sys" "$root/dev" "$root/tmp" "$root/app"
+chmod 1777 "$root/tmp" "$root/app"
 
 # /bin/busybox alone is no proof: Debian's package busybox has the same file, linked to libraries.
 if dpkg-query -W -f '${Status}' busybox-static 2>/dev/null | grep -q "ok installed"; then
@@ -50,10 +50,10 @@ for applet in $("$root/bin/busybox" --list); do
     [ "$applet" = busybox ] || ln -s busybox "$root/bin/$applet"
 done
 
-printf 'root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/work:/bin/sh\n' >"$root/etc/passwd"
+printf 'root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/app:/bin/sh\n' >"$root/etc/passwd"
 printf 'root:x:0:\nnogroup:x:65534:\n' >"$root/etc/group"
 
 # The same input gives the same image layer: names sorted, times and owners fixed.
 tar -C "$root" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -c . |
-    docker import --change 'ENV PATH=/bin' --change 'WORKDIR /work' --change 'CMD ["sh"]' - "$IMAGE" >/dev/null
+    docker import --change 'ENV PATH=/bin' --change 'WORKDIR /app' --change 'CMD ["sh"]' - "$IMAGE" >/dev/null
 echo "built $IMAGE"

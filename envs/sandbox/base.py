@@ -89,7 +89,7 @@ class SandboxSpec:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     image: str | None = None
     """None: the one that the factory was opened with. bubblewrap has the machine's own programs instead."""
-    workdir: str = "/work"
+    workdir: str = "/app"
     folders: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     user: User = "nobody"
@@ -100,9 +100,9 @@ class SandboxSpec:
     def __post_init__(self) -> None:
         for folder in (self.workdir, *self.folders):
             if not _FOLDER.fullmatch(folder) or posixpath.normpath(folder) != folder:
-                raise ValueError(f"sandbox folder {folder!r} must be a plain absolute path such as /work, and not /")
+                raise ValueError(f"sandbox folder {folder!r} must be a plain absolute path such as /app, and not /")
             if folder.split("/")[1] in _KERNELS_OWN:
-                raise ValueError(f"sandbox folder {folder!r} lies where the system has its own; use one such as /work")
+                raise ValueError(f"sandbox folder {folder!r} lies where the system has its own; use one such as /app")
         check_variables(self.env)
         if self.image == "":
             raise ValueError("a sandbox's image must not be empty; leave it out for the default one")

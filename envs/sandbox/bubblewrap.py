@@ -50,7 +50,7 @@ NAMESPACES = (
 # Programs and libraries are reached through these; whatever else lies in /etc stays out.
 VISIBLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache")
 ETC = {
-    "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}:nobody:/work:/bin/sh\n",
+    "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}:nobody:/app:/bin/sh\n",
     "/etc/group": f"root:x:0:\nnogroup:x:{NOBODY}:\n",
     "/etc/hosts": "127.0.0.1 localhost\n",
 }

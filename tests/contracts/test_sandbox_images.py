@@ -75,7 +75,7 @@ def test_a_root_file_system(backend: Backend, tmp_path: Path) -> None:
 
     async def use(sandbox: Sandbox) -> None:
         done = await sh(sandbox, "cat a; readlink -f /bin/awk; ls /usr; touch /bin/x /etc/x; pwd; id -u")
-        assert done.stdout.split() == ["1", "/bin/busybox", "/work", "65534"]
+        assert done.stdout.split() == ["1", "/bin/busybox", "/app", "65534"]
 
     with_sandbox(backend, use, SandboxSpec(image=str(archive), files={"a": b"1\n"}))
 

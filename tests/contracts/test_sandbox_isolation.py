@@ -136,7 +136,7 @@ def test_the_server_is_closed_to_commands(backend: Backend) -> None:
 def test_commands_have_no_rights(backend: Backend) -> None:
     done = run_sh(backend, "id -u; id -g; grep -E '^(CapEff|CapBnd|NoNewPrivs)' /proc/self/status")
     assert done.stdout.split() == ["65534", "65534", "CapEff:", ZERO, "CapBnd:", ZERO, "NoNewPrivs:", "1"]
-    assert run_sh(backend, "mount -t tmpfs x /work || unshare -Ur id").exit_code != 0
+    assert run_sh(backend, "mount -t tmpfs x /app || unshare -Ur id").exit_code != 0
 
 
 @isolated
@@ -148,7 +148,7 @@ def test_root_only_where_it_is_declared(backend: Backend) -> None:
     async def use(sandbox: Sandbox) -> None:
         done = await sh(sandbox, "id -u; echo $HOME; grep NoNewPrivs /proc/self/status")
         assert done.stdout.split() == ["0", "/root", "NoNewPrivs:", "1"]
-        assert (await sh(sandbox, "mount -t tmpfs x /work || touch /usr/x || mknod /tmp/n b 1 1")).exit_code != 0
+        assert (await sh(sandbox, "mount -t tmpfs x /app || touch /usr/x || mknod /tmp/n b 1 1")).exit_code != 0
         assert (await sh(sandbox, "cat /proc/1/environ || cat /etc/shadow")).stdout == ""
         late = await sh(sandbox, "(setsid sleep 100 &); sleep 100", timeout_s=0.5)
         assert (late.timed_out, late.processes_left) == (True, 0)

@@ -209,9 +209,9 @@ def test_what_is_sent_arrives_whole(backend: Backend) -> None:
     content = "".join(f"{number}\n" for number in range(1, 1_000_001)) + "end\n"
 
     async def use(sandbox: Sandbox) -> None:
-        send = f"printf '{TUNNEL}'; seq 1 1000000; echo end; cat >/work/answer"
+        send = f"printf '{TUNNEL}'; seq 1 1000000; echo end; cat >/app/answer"
         await sandbox.exec(["sh", "-c", CONNECTED, "sh", send], timeout_s=60)
-        answer = await sandbox.read_file("/work/answer")
+        answer = await sandbox.read_file("/app/answer")
         assert answer.endswith(hashlib.sha256(content.encode()).hexdigest().encode())
 
     with_reach(backend, LISTED, use, DigestPeer())

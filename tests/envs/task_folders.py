@@ -34,7 +34,7 @@ timeout_sec = 20
 """
 TEST = """#!/bin/sh
 reward=0
-[ -f /work/answer.txt ] && [ "$(cat /work/answer.txt)" = "$(cat /tests/expected.txt)" ] && reward=1
+[ -f /app/answer.txt ] && [ "$(cat /app/answer.txt)" = "$(cat /tests/expected.txt)" ] && reward=1
 echo "$reward" >/logs/verifier/reward.txt
 """
 each_mode = pytest.mark.parametrize("toml", [pytest.param(None, id="separate"), pytest.param(SHARED, id="shared")])

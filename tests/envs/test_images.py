@@ -106,10 +106,10 @@ def test_a_named_image_is_made_ready_once(api: Any, server: Path) -> None:
 
 
 def test_the_image_s_own_settings_stay_and_need_no_rights(api: Any, server: Path, tmp_path: Path) -> None:
-    text = f"FROM {DEFAULT_IMAGE}\nCOPY mark /mark\nUSER 1234\nWORKDIR /work\nENV A=b\n"
+    text = f"FROM {DEFAULT_IMAGE}\nCOPY mark /mark\nUSER 1234\nWORKDIR /opt/app\nENV A=b\n"
     image = prepare(api, str(folder(tmp_path / "task", text)), server)
     config = api.inspect_image(image)["Config"]
-    assert (config["User"], config["WorkingDir"], "A=b" in config["Env"]) == ("1234", "/work", True)
+    assert (config["User"], config["WorkingDir"], "A=b" in config["Env"]) == ("1234", "/opt/app", True)
     assert files(api, image)[".agentgrad/server"].uid == 0
     assert started(api, image) == EXIT_CODE
 

@@ -25,7 +25,7 @@ def test_a_sandbox_needs_some_memory() -> None:
 @pytest.mark.parametrize("folder", ["", "/", "//", "/.", "work", "/a/../b", "/a:b", "/a\0", "/a/", "/" + "a" * 300])
 def test_folders_are_plain_absolute_paths(folder: str) -> None:
     for asked in ({"workdir": folder}, {"folders": (folder,)}):
-        with pytest.raises(ValueError, match="must be a plain absolute path such as /work"):
+        with pytest.raises(ValueError, match="must be a plain absolute path such as /app"):
             SandboxSpec(**asked)
 
 

@@ -18,7 +18,7 @@ from tests.envs.task_folders import FILES, SEPARATE, write_task
 ALL_KEYS = """
 version = "1.0"
 source = "https://example.org/tasks"
-artifacts = ["answer.txt", {source = "/work/out", destination = "out", exclude = []}]
+artifacts = ["answer.txt", {source = "/app/out", destination = "out", exclude = []}]
 [task]
 name = "our/one"
 version = "2"
@@ -48,7 +48,7 @@ storage_mb = 300
 gpus = 0
 mcp_servers = []
 env = {LEVEL = "high"}
-workdir = "/srv/work"
+workdir = "/srv/app"
 network_mode = "public"
 [solution]
 env = {TOKEN = "t"}
@@ -78,10 +78,10 @@ def test_a_small_task_has_every_default(tmp_path: Path) -> None:
     assert (task.name, task.instruction) == ("one", "Write the word to answer.txt.")
     assert task.relaxed == ()
     assert task.grader_mode == "separate"
-    assert task.sandbox.files == {"/work/word.txt": SandboxFile(content=b"harbour\n")}
-    assert (task.sandbox.image, task.sandbox.workdir, task.sandbox.user) == (None, "/work", "nobody")
+    assert task.sandbox.files == {"/app/word.txt": SandboxFile(content=b"harbour\n")}
+    assert (task.sandbox.image, task.sandbox.workdir, task.sandbox.user) == (None, "/app", "nobody")
     assert task.sandbox.limits == SandboxLimits()
-    assert task.artifacts == ("/logs/artifacts", "/work/answer.txt")
+    assert task.artifacts == ("/logs/artifacts", "/app/answer.txt")
     assert set(task.tests) == {"/tests/test.sh", "/tests/expected.txt"}
     assert set(task.solution) == {"solve.sh"}
 
@@ -94,11 +94,11 @@ def test_every_key_that_is_read_does_something(tmp_path: Path) -> None:
     assert (agent.user, grader.user) == ("root", "nobody")
     assert (agent.network, agent.allowed_hosts, grader.network) == ("allowlist", ("example.org",), "none")
     for spec in (agent, grader):
-        assert (spec.workdir, spec.env) == ("/srv/work", {"LEVEL": "high"})
+        assert (spec.workdir, spec.env) == ("/srv/app", {"LEVEL": "high"})
         assert spec.limits.memory_bytes == 1024 * MIB
         assert spec.limits.disk_bytes == spec.limits.max_file_bytes == 300 * MIB
         assert spec.limits.cpus == 2
-    assert task.artifacts == ("/logs/artifacts", "/srv/work/answer.txt", "/work/out")
+    assert task.artifacts == ("/logs/artifacts", "/srv/app/answer.txt", "/app/out")
     assert task.relaxed == ("user root", "network to example.org")
 
 
@@ -126,9 +126,9 @@ def test_what_is_not_said_follows_from_the_artifacts(tmp_path: Path, toml: str, 
 
 
 def test_an_image_is_run_as_it_is_and_that_is_on_record(tmp_path: Path) -> None:
-    toml = '[environment]\ndocker_image = "registry.example/task:3"\nworkdir = "/app"\n'
+    toml = '[environment]\ndocker_image = "registry.example/task:3"\nworkdir = "/opt/app"\n'
     task = read_task_folder(write_task(tmp_path, {"task.toml": toml, "environment/Dockerfile": None}))
-    assert (task.sandbox.image, task.sandbox.workdir) == ("registry.example/task:3", "/app")
+    assert (task.sandbox.image, task.sandbox.workdir) == ("registry.example/task:3", "/opt/app")
     assert task.sandbox.limits == IMAGE_LIMITS
     assert task.relaxed == ("user root", "writable root file system")
     toml += '[agent]\nuser = "nobody"\n'
@@ -280,19 +280,19 @@ def docker_file(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("lines", "paths"),
     [
-        ("COPY a.txt .", {"/work/a.txt"}),
-        ("COPY a.txt b.txt", {"/work/b.txt"}),
-        ("COPY a.txt b.sh in/", {"/work/in/a.txt", "/work/in/b.sh"}),
-        ("COPY sub .", {"/work/c.txt"}),
-        ("COPY sub sub", {"/work/sub/c.txt"}),
-        ("COPY sub/ /work/d/", {"/work/d/c.txt"}),
-        ("COPY /a.txt ./", {"/work/a.txt"}),
-        ('COPY ["a.txt", "with space.txt"]', {"/work/with space.txt"}),
+        ("COPY a.txt .", {"/app/a.txt"}),
+        ("COPY a.txt b.txt", {"/app/b.txt"}),
+        ("COPY a.txt b.sh in/", {"/app/in/a.txt", "/app/in/b.sh"}),
+        ("COPY sub .", {"/app/c.txt"}),
+        ("COPY sub sub", {"/app/sub/c.txt"}),
+        ("COPY sub/ /app/d/", {"/app/d/c.txt"}),
+        ("COPY /a.txt ./", {"/app/a.txt"}),
+        ('COPY ["a.txt", "with space.txt"]', {"/app/with space.txt"}),
         ("WORKDIR /srv\nCOPY a.txt .", {"/srv/a.txt"}),
-        ("COPY a.txt x/y\nCOPY b.sh x", {"/work/x/y", "/work/x/b.sh"}),
+        ("COPY a.txt x/y\nCOPY b.sh x", {"/app/x/y", "/app/x/b.sh"}),
         ("COPY a.txt /tmp/a.txt", {"/tmp/a.txt"}),
-        ("COPY . .", {"/work/a.txt", "/work/b.sh", "/work/sub/c.txt", "/work/Dockerfile"}),
-        ("copy \\\n  # why\n a.txt \\\n .", {"/work/a.txt"}),
+        ("COPY . .", {"/app/a.txt", "/app/b.sh", "/app/sub/c.txt", "/app/Dockerfile"}),
+        ("copy \\\n  # why\n a.txt \\\n .", {"/app/a.txt"}),
     ],
 )
 def test_copies_go_where_docker_puts_them(tmp_path: Path, lines: str, paths: set[str]) -> None:
@@ -330,7 +330,7 @@ def test_variables_user_and_folder(tmp_path: Path) -> None:
         "FROM a\nWORKDIR /",
         "FROM a\nCOPY a.txt /etc/a.txt",
         "FROM a\nCOPY a.txt /a.txt",
-        "FROM a\nCOPY <<EOF /work/x\nhello\nEOF",
+        "FROM a\nCOPY <<EOF /app/x\nhello\nEOF",
         "FROM a\nUSER alice",
         "FROM a\nCMD sleep 1",
         "FROM a\nENTRYPOINT [\"x\"]",
@@ -350,9 +350,9 @@ def test_a_dockerignore_needs_a_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "workdir"),
     [
-        ("FROM a\nRUN x\nWORKDIR /app", "/app"),
+        ("FROM a\nRUN x\nWORKDIR /opt/app", "/opt/app"),
         ("FROM a\nWORKDIR /app\nFROM b\nRUN x", None),
-        ("FROM a\nWORKDIR /app\nWORKDIR sub", "/app/sub"),
+        ("FROM a\nWORKDIR /opt/app\nWORKDIR sub", "/opt/app/sub"),
         ("FROM a\nWORKDIR $X", None),
     ],
 )

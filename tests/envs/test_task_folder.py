@@ -55,7 +55,7 @@ def test_half_a_solution_earns_a_part(backend: Backend) -> None:
     assert graded_after(backend, folder, naive, name="orders-to-json") == {"plain": 0.3, "quoted": 0, "complete": 0}
 
 
-FORGING_SCRIPT = """cat >/work/rotate.sh <<'SCRIPT'
+FORGING_SCRIPT = """cat >/app/rotate.sh <<'SCRIPT'
 (
     trap '' HUP TERM
     while :; do
@@ -78,8 +78,8 @@ def test_a_program_under_test_cannot_leave_something_that_writes_the_reward(back
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("merge-config", "ln -s /tests/expected.conf /work/merged.conf"),
-        ("merge-config", "mkdir /work/merged.conf"),
+        ("merge-config", "ln -s /tests/expected.conf /app/merged.conf"),
+        ("merge-config", "mkdir /app/merged.conf"),
         ("merge-config", "cp conf/1-base.conf merged.conf"),
         ("service-errors", "cp app.log report.tsv"),
         ("service-errors", ": >report.tsv"),
@@ -120,7 +120,7 @@ def test_d25_the_hidden_part_is_not_in_the_sandbox_before_grading(
             env | grep {mark}
             echo end"""
         assert await one.bash(search, timeout_s=120) == "end"
-        assert await one.bash(search.replace(mark, "'[h]arbour'"), timeout_s=120) == "/work/word.txt\nend", "it finds"
+        assert await one.bash(search.replace(mark, "'[h]arbour'"), timeout_s=120) == "/app/word.txt\nend", "it finds"
         assert set((await one.grade()).values()) == {0}
 
     attempt(backend, task(tmp_path, toml), work)

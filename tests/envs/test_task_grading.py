@@ -40,7 +40,7 @@ def test_the_reward_cannot_be_written_beforehand(backend: Backend, tmp_path: Pat
         "echo '{\"success\": 1}' >/logs/verifier/reward.json; chmod 444 /logs/verifier/reward.json",
         "printf 'echo 1 >/logs/verifier/reward.txt' >/tests/test.sh; chmod 555 /tests/test.sh",
         "mkdir -p /tests/expected.txt/x; chmod 000 /tests/expected.txt",
-        "echo x >/tests/-rf; ln -s /work /logs/verifier/link; echo 1 >/logs/artifacts/reward.txt",
+        "echo x >/tests/-rf; ln -s /app /logs/verifier/link; echo 1 >/logs/artifacts/reward.txt",
     ]
     assert graded_after(backend, task(tmp_path, toml), *forged) == {"success": 0}
 
@@ -53,7 +53,7 @@ trap '' HUP TERM INT
 while :; do
     echo 1 >/logs/verifier/reward.txt
     echo '{"a": 1}' >/logs/verifier/reward.json
-    cp /tests/expected.txt /work/answer.txt
+    cp /tests/expected.txt /app/answer.txt
 done
 """
     start = f"cat >loop.sh <<'LOOP'\n{loop}LOOP\n(setsid sh loop.sh >/dev/null 2>&1 &) &"
@@ -67,7 +67,7 @@ def test_the_agents_settings_do_not_reach_the_tests(backend: Backend, tmp_path: 
     """Exported variables, a PATH of its own, and the files that shells read at their start."""
     tricks = [
         "mkdir bin; printf '#!/bin/sh\\necho forged\\n' >bin/cat; chmod 755 bin/cat",
-        "export PATH=/work/bin:$PATH ENV=/work/env BASH_ENV=/work/env HOME=/work",
+        "export PATH=/app/bin:$PATH ENV=/app/env BASH_ENV=/app/env HOME=/app",
         "echo 'echo 1 >/logs/verifier/reward.txt; exit' | tee env .profile .bashrc .bash_profile .shrc >/dev/null",
     ]
     tests = 'echo "$PATH|$ENV|$BASH_ENV|$HOME|$PWD" >&2\n[ "$HOME" = /tests ] || exit 1\n' + TEST
@@ -83,7 +83,7 @@ environment_mode = "separate"
 env = { WANTED = "a b" }
 """
     tests = """#!/bin/sh
-cd /work || exit 1
+cd /app || exit 1
 find . ! -type d | sort
 ls -l run.sh | cut -c 1-10
 cat "out/in/a file" /logs/artifacts/report.txt
@@ -172,18 +172,18 @@ def test_tests_that_need_a_clean_sandbox_need_a_factory(tmp_path: Path) -> None:
     with_factory("bubblewrap", work)
 
 
-BUILT = "FROM agentgrad-sandbox:1\nWORKDIR /app\nCOPY word.txt .\nRUN echo built >/built.txt\n"
+BUILT = "FROM agentgrad-sandbox:1\nWORKDIR /opt/app\nCOPY word.txt .\nRUN echo built >/built.txt\n"
 BUILT_TOML = 'artifacts = ["answer.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
 
 
 @pytest.mark.docker
 def test_an_image_is_built_where_the_dockerfile_asks_for_it(tmp_path: Path) -> None:
-    folder = task(tmp_path, BUILT_TOML, environment__Dockerfile=BUILT, tests__test_sh=TEST.replace("/work", "/app"))
+    folder = task(tmp_path, BUILT_TOML, environment__Dockerfile=BUILT, tests__test_sh=TEST.replace("/app", "/opt/app"))
     assert TaskFolders(folder).task("one").metadata["sandbox"] == ["user root", "writable root file system"]
 
     async def work(one: Attempt) -> None:
         assert await one.bash("pwd; id -u; cat /built.txt word.txt; echo x >/etc/x && cat /etc/x") == (
-            "/app\n0\nbuilt\nharbour\nx"
+            "/opt/app\n0\nbuilt\nharbour\nx"
         )
         await one.bash(f"echo {SENTINEL} >answer.txt")
         assert await one.grade() == {"success": 1}

@@ -20,13 +20,13 @@ def test_a_shell_lasts_and_says_everything(backend: Backend, tmp_path: Path) -> 
     async def work(one: Attempt) -> None:
         assert await one.bash("cat word.txt") == "harbour"
         assert await one.bash("mkdir d; cd d; export A=1") == "(no output)"
-        assert await one.bash("pwd; echo $A") == "/work/d\n1"
+        assert await one.bash("pwd; echo $A") == "/app/d\n1"
         assert await one.bash("echo out; echo err >&2; exit 3") == "out\nerr\n[exit code 3]"
         assert "[exit code 127]" in await one.bash("no-such-program")
         assert (await one.result("bash", command="false")).is_error is False
         result = await one.result("bash", command="echo begun; sleep 60", timeout_s=1)
         assert (result.content, result.is_error) == ("begun\n[killed: it ran longer than 1 s]", True)
-        assert await one.bash("pwd") == "/work/d", "what went before is still there"
+        assert await one.bash("pwd") == "/app/d", "what went before is still there"
         background = await one.bash("sleep 100 >/dev/null 2>&1 & echo started")
         assert background == "started\n[processes still running in the background: 1]"
         long = await one.bash("i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i + 1)); done")
@@ -65,7 +65,7 @@ def test_edits(backend: Backend, tmp_path: Path) -> None:
 
     async def work(one: Attempt) -> None:
         assert await edit(one, "new/deep.txt", "", "one\ntwo\nóne\n") == ("made new/deep.txt", False)
-        assert await edit(one, "/work/new/deep.txt", "two", "2") == ("edited /work/new/deep.txt", False)
+        assert await edit(one, "/app/new/deep.txt", "two", "2") == ("edited /app/new/deep.txt", False)
         assert await one.bash("cat new/deep.txt") == "one\n2\nóne"
         content, is_error = await edit(one, "new/deep.txt", "", "again")
         assert is_error
