@@ -11,7 +11,7 @@ They are reported side by side; money is by the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollouts.config import LimitsConfig, PricesConfig
@@ -140,3 +140,16 @@ def check_prices(limits: LimitsConfig, prices: PricesConfig) -> None:
             f"rollout.limits.max_cost_usd is {limits.max_cost_usd:g}, but all of rollout.prices are 0, so it would "
             "never be reached; set the prices, or take it out"
         )
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two contexts begin with in common.
+
+    >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    if second[: len(first)] == first:  # as a rule a context only grows; this is much faster than to look at each token
+        return len(first)
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from data.types import Completion, SamplingParams, Segment, TokenStream
 from envs.types import Message, Task
-from rollouts.accounting import cost_usd, count_turns
+from rollouts.accounting import common_prefix, cost_usd, count_turns
 from rollouts.config import PricesConfig
-from rollouts.engine import Engine, EngineLoad
+from rollouts.engine import Engine, EngineInFront
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup, Turn, trajectory_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -79,7 +75,7 @@ class Attempt:
             generate_s=0.0,
             env_s=0.0,
             prompt_tokens=len(prompt_ids),
-            repeated_prompt_tokens=_common_prefix(self.context, prompt_ids),
+            repeated_prompt_tokens=common_prefix(self.context, prompt_ids),
             cached_prompt_tokens=0,  # unknown would hide what the engine says of all other calls
         )
         self.turns.append(turn)
@@ -119,20 +115,7 @@ class Attempt:
         )
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two contexts begin with in common.
-
-    >>> _common_prefix([1, 2, 3], [1, 2, 4, 5])
-    2
-    """
-    if second[: len(first)] == first:  # as a rule a context only grows; this is much faster than to look at each token
-        return len(first)
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-
-
-class WatchedEngine:
+class WatchedEngine(EngineInFront):
     """The engine of a schedule: it tells when a trajectory asks and when it has its answer. `on_call`, which gets the
     completion's id and its prompt, may refuse: what it raises, the trajectory gets, and nothing is sampled."""
 
@@ -142,47 +125,20 @@ class WatchedEngine:
         on_call: Callable[[str, Sequence[int]], None],
         on_answer: Callable[[str, Completion | None], None],
     ) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._on_call = on_call
         self._on_answer = on_answer
         self.calls = 0
         self.sampled_tokens = 0
-
-    @property
-    def policy_version(self) -> int:
-        return self._engine.policy_version
-
-    @property
-    def max_context_tokens(self) -> int:
-        return self._engine.max_context_tokens
-
-    @property
-    def load(self) -> EngineLoad:
-        return self._engine.load
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         completion: Completion | None = None
         self._on_call(completion_id, prompt_ids)
         self.calls += 1
         try:
-            completion = await self._engine.generate(completion_id, prompt_ids, params)
+            completion = await super().generate(completion_id, prompt_ids, params)
             self.sampled_tokens += len(completion.token_ids)
             return completion
         finally:
             self.calls -= 1
             self._on_answer(completion_id, completion)
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._engine.score(token_ids)
-
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        await self._engine.load_weights(state_dict, policy_version)
-
-    async def sleep(self, *, keep_weights: bool = True) -> bool:
-        return await self._engine.sleep(keep_weights=keep_weights)
-
-    async def wake(self) -> None:
-        await self._engine.wake()
-
-    async def close(self) -> None:
-        await self._engine.close()

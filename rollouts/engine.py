@@ -96,12 +96,11 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class RecordingEngine:
-    """An engine whose every completion is in the ledger before the caller gets it."""
+class EngineInFront:
+    """Stands in front of another engine and passes everything on. What is to be different is overridden."""
 
-    def __init__(self, engine: Engine, ledger: Ledger) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._ledger = ledger
 
     @property
     def policy_version(self) -> int:
@@ -116,13 +115,7 @@ class RecordingEngine:
         return self._engine.load
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        completion = await self._engine.generate(completion_id, prompt_ids, params)
-        if not all(map(math.isfinite, completion.logprobs)):
-            raise EngineError(
-                f"completion {completion_id} has a logprob that is no finite number; nothing could train on it"
-            )
-        self._ledger.record(completion)
-        return completion
+        return await self._engine.generate(completion_id, prompt_ids, params)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.score(token_ids)
@@ -138,3 +131,20 @@ class RecordingEngine:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+class RecordingEngine(EngineInFront):
+    """An engine whose every completion is in the ledger before the caller gets it."""
+
+    def __init__(self, engine: Engine, ledger: Ledger) -> None:
+        super().__init__(engine)
+        self._ledger = ledger
+
+    async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        completion = await super().generate(completion_id, prompt_ids, params)
+        if not all(map(math.isfinite, completion.logprobs)):
+            raise EngineError(
+                f"completion {completion_id} has a logprob that is no finite number; nothing could train on it"
+            )
+        self._ledger.record(completion)
+        return completion

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from data.tool_formats.base import CallError, ParsedTurn
 from data.types import Completion, Segment, TokenStream
 from envs.types import Message, ToolCall
-from rollouts.accounting import TokenCount, count_turns
+from rollouts.accounting import TokenCount, common_prefix, count_turns
 from rollouts.tool_call import CallOutcome
 from rollouts.types import Turn
 
@@ -51,7 +51,7 @@ class Progress:
         token_ids = [] if new_stream else self.streams[-1].token_ids
         for segment in segments:
             token_ids += segment.token_ids
-        repeated = _common_prefix(self._context, token_ids) if new_stream else len(self._context)
+        repeated = common_prefix(self._context, token_ids) if new_stream else len(self._context)
         return Prompt(segments=segments, new_stream=new_stream, token_ids=token_ids, repeated=repeated)
 
     def ask(self, prompt: Prompt) -> None:
@@ -110,9 +110,3 @@ class Progress:
 def _message(parsed: ParsedTurn) -> Message:
     calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
     return Message(role="assistant", content=parsed.content, thinking=parsed.thinking, tool_calls=calls)
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )

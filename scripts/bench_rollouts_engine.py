@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from data.types import Completion, SamplingParams
-from rollouts.engine import EngineError, EngineLoad
+from rollouts.engine import EngineError, EngineInFront
 from scripts.bench_rollouts_plan import Plan
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def busy(timeline: Timeline, *, began: float, trajectories: int, limit: int) -> 
     return ran_s / could_s
 
 
-class PlannedEngine:
+class PlannedEngine(EngineInFront):
     """An `Engine` over vLLM in which each completion `…/{task}/{sibling}/{turn}` is what the plan says.
 
     prompts: prompt ids by `{task}/{turn}`, since the last `begin`.
@@ -83,7 +83,8 @@ class PlannedEngine:
     """
 
     def __init__(self, engine: VllmEngine, plan: Plan, timeline: Timeline) -> None:
-        self._engine = engine
+        super().__init__(engine)
+        self._vllm = engine
         self._timeline = timeline
         self._turns = {
             f"{task_id}/{index}": turn for task_id, turns in plan.turns.items() for index, turn in enumerate(turns)
@@ -98,53 +99,26 @@ class PlannedEngine:
 
     async def install(self) -> None:
         """Put the script into vLLM's sampler."""
-        await self._engine.run(self._processor.install)
+        await self._vllm.run(self._processor.install)
 
     async def begin(self) -> None:
         """Forget all: the cached prefixes, the times, and what was asked for."""
-        if not await self._engine.run(lambda llm: llm.reset_prefix_cache()):
+        if not await self._vllm.run(lambda llm: llm.reset_prefix_cache()):
             raise EngineError("vLLM did not drop its cached prefixes")
         self._timeline.clear()
         self.prompts = {}
         self.cached_tokens = 0
 
-    @property
-    def policy_version(self) -> int:
-        return self._engine.policy_version
-
-    @property
-    def max_context_tokens(self) -> int:
-        return self._engine.max_context_tokens
-
-    @property
-    def load(self) -> EngineLoad:
-        return self._engine.load
-
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         task_id, _, turn = completion_id.split("/")[-3:]
         name = f"{task_id}/{turn}"
         self.prompts[name] = tuple(prompt_ids)
-        completion = await self._engine.generate(completion_id, prompt_ids, replace(params, seed=self._seeds[name]))
+        completion = await super().generate(completion_id, prompt_ids, replace(params, seed=self._seeds[name]))
         if completion.token_ids != self._turns[name].token_ids:
             raise EngineError(f"completion {completion_id} is not what the plan says")
         cached = completion.cached_prompt_tokens
         self.cached_tokens = None if cached is None or self.cached_tokens is None else self.cached_tokens + cached
         return completion
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._engine.score(token_ids)
-
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        await self._engine.load_weights(state_dict, policy_version)
-
-    async def sleep(self, *, keep_weights: bool = True) -> bool:
-        return await self._engine.sleep(keep_weights=keep_weights)
-
-    async def wake(self) -> None:
-        await self._engine.wake()
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 class Script:
