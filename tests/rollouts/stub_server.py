@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import exp, log
 from pathlib import Path
@@ -108,7 +109,7 @@ class StubServer:
     def start(self) -> None:
         """Listen, on the port that it had before; its weights are those it was made with."""
         self.version, self._dead = self.start_version, False
-        self._server = _Listener(("127.0.0.1", self.port), _handler(self))
+        self._server = _Listener(("127.0.0.1", self.port), partial(_Handler, self))
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -225,99 +226,110 @@ def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "code": status}}
 
 
-def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
+class _Handler(BaseHTTPRequestHandler):
+    """One connection to a stub: reads requests, and answers, waits or fails as the stub was told to."""
 
-        def setup(self) -> None:
-            super().setup()
-            stub.enter(self.connection)
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
-        def finish(self) -> None:
-            stub.leave(self.connection)
-            with suppress(OSError):
-                super().finish()
+    def __init__(self, stub: StubServer, *args: Any) -> None:
+        self._stub = stub
+        super().__init__(*args)  # it serves the whole connection
 
-        def log_message(self, format: str, *args: Any) -> None: ...  # noqa: A002
+    def setup(self) -> None:
+        super().setup()
+        self._stub.enter(self.connection)
 
-        def do_GET(self) -> None:
-            if self.path == "/health":
-                self._say_or_fail(stub.health, 200, {})
-            elif self.path == "/v1/models":
-                self._say(200, stub.models())
-            elif self.path == "/weight_info" and stub.dev_mode:
-                self._say(200, {"weight_version": stub.version})
+    def finish(self) -> None:
+        self._stub.leave(self.connection)
+        with suppress(OSError):
+            super().finish()
+
+    def log_message(self, format: str, *args: Any) -> None: ...  # noqa: A002
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._say_or_fail(self._stub.health, 200, {})
+        elif self.path == "/v1/models":
+            self._say(200, self._stub.models())
+        elif self.path == "/weight_info" and self._stub.dev_mode:
+            self._say(200, {"weight_version": self._stub.version})
+        else:
+            self._say(*_error(404, "Not Found"))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._stub.posts.append(self.path)
+        if self.path == "/inference/v1/generate" and not self._stub.scale_out:
+            self._say(*_error(403, "start the server with --enable-scale-out"))
+        elif self.path in ("/inference/v1/generate", "/v1/completions"):
+            if _is_probe(body):
+                self._answer_probe(body)
             else:
-                self._say(*_error(404, "Not Found"))
+                self._answer_request(body)
+        else:
+            fault = self._stub.next_fault() if self.path == "/collective_rpc" else None
+            self._say_or_fail(fault, *self._stub.dev(self.path, body))
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            stub.posts.append(self.path)
-            if self.path in ("/inference/v1/generate", "/v1/completions"):
-                self._generate(body)
-            else:
-                fault = stub.next_fault() if self.path == "/collective_rpc" else None
-                self._say_or_fail(fault, *stub.dev(self.path, body))
+    def _answer_probe(self, body: Mapping[str, Any]) -> None:
+        if self._wait(lambda: not self._stub.is_stuck):
+            self._say(*self._stub.answer(self.path, body))
 
-        def _generate(self, body: Mapping[str, Any]) -> None:
-            if self.path == "/inference/v1/generate" and not stub.scale_out:
-                return self._say(*_error(403, "start the server with --enable-scale-out"))
-            sampling = body.get("sampling_params", body)
-            is_probe = sampling["max_tokens"] == 1 and sampling.get("seed") == 0
-            if is_probe:
-                if not self._wait(lambda: not stub.is_stuck):
-                    return None
-                return self._say(*stub.answer(self.path, body))
-            stub.asked.append(body)
-            fault = stub.next_fault()
-            stub.count(1)
-            try:
-                if not self._wait(lambda: not stub.is_held):
-                    return None
-                status, answer = stub.answer(self.path, body)
-                if fault == "abort":
-                    answer["choices"][0]["finish_reason"] = "abort"
-                    fault = None
-                self._say_or_fail(fault, status, answer)
-            finally:
-                stub.count(-1)
-
-        def _wait(self, is_over: Callable[[], bool]) -> bool:
-            """Whether the client is still there when the wait is over."""
-            while not is_over():
-                readable, _, _ = select.select([self.connection], [], [], 0.01)
-                if readable and not self.connection.recv(1, socket.MSG_PEEK):
-                    stub.aborted += 1
-                    self.close_connection = True
-                    return False
-                if stub.is_dead():
-                    return False
-            return True
-
-        def _say_or_fail(self, fault: Fault | None, status: int, answer: Mapping[str, Any]) -> None:
-            if fault == "hang":
-                self._wait(stub.is_dead)
-                self.close_connection = True
-            elif fault == "drop":
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-            elif fault == "garbage":
-                self._say(200, {"choices": []})
-            elif isinstance(fault, int) and fault != 200:
-                self._say(*_error(fault, f"the stub was told to answer {fault}"))
-            else:
-                self._say(status, answer)
-
-        def _say(self, status: int, answer: Mapping[str, Any]) -> None:
-            if stub.is_dead():
-                self.close_connection = True
+    def _answer_request(self, body: Mapping[str, Any]) -> None:
+        """What a request for tokens gets: its answer, or the next fault."""
+        self._stub.asked.append(body)
+        fault = self._stub.next_fault()
+        self._stub.count(1)
+        try:
+            if not self._wait(lambda: not self._stub.is_held):
                 return
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            status, answer = self._stub.answer(self.path, body)
+            if fault == "abort":
+                answer["choices"][0]["finish_reason"] = "abort"
+                fault = None
+            self._say_or_fail(fault, status, answer)
+        finally:
+            self._stub.count(-1)
 
-    return Handler
+    def _wait(self, is_over: Callable[[], bool]) -> bool:
+        """Whether the client is still there when the wait is over."""
+        while not is_over():
+            readable, _, _ = select.select([self.connection], [], [], 0.01)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                self._stub.aborted += 1
+                self.close_connection = True
+                return False
+            if self._stub.is_dead():
+                return False
+        return True
+
+    def _say_or_fail(self, fault: Fault | None, status: int, answer: Mapping[str, Any]) -> None:
+        if fault == "hang":
+            self._wait(self._stub.is_dead)
+            self.close_connection = True
+        elif fault == "drop":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        elif fault == "garbage":
+            self._say(200, {"choices": []})
+        elif isinstance(fault, int) and fault != 200:
+            self._say(*_error(fault, f"the stub was told to answer {fault}"))
+        else:
+            self._say(status, answer)
+
+    def _say(self, status: int, answer: Mapping[str, Any]) -> None:
+        if self._stub.is_dead():
+            self.close_connection = True
+            return
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+def _is_probe(body: Mapping[str, Any]) -> bool:
+    """Whether it asks for one token with seed 0: a check or a score of the engine, and no completion."""
+    sampling = body.get("sampling_params", body)
+    return sampling["max_tokens"] == 1 and sampling.get("seed") == 0
