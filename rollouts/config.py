@@ -76,9 +76,25 @@ class EngineConfig(Section):
     adapter: str | None = None
     """The folder of a LoRA adapter (PEFT) to sample with; for servers, the name under which they serve it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: float32 on a CPU, bfloat16 on a GPU. Servers have their own (`scripts.serve --dtype`)."""
     max_context_tokens: int = Field(default=1024, ge=16)
     max_concurrent: int = Field(default=64, ge=1)
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Of vLLM in this process; servers have their own (`scripts.serve --gpu-memory-utilization`)."""
+
+    @model_validator(mode="after")
+    def _no_key_of_another(self) -> Self:
+        foreign = {
+            "vllm": (),
+            "transformers": ("gpu_memory_utilization",),
+            "server": ("dtype", "gpu_memory_utilization"),
+        }
+        for key in foreign[self.kind]:
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default:
+                where = "; scripts.serve has it" if self.kind == "server" else ""
+                raise ValueError(f"{key} does nothing where kind is {self.kind}: leave it at {default}{where}")
+        return self
 
 
 class LimitsConfig(Section):

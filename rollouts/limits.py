@@ -41,7 +41,7 @@ def allowance(
     bounds = [
         Allowance(tokens=max_context_tokens - next_call.input, reason=StopReason.CONTEXT_FULL),
         Allowance(tokens=limits.max_trajectory_tokens - so_far.output, reason=StopReason.TOKEN_BUDGET),
-        Allowance(tokens=limits.max_turn_tokens, reason=StopReason.TOKEN_BUDGET),
+        Allowance(tokens=limits.max_turn_tokens, reason=StopReason.TURN_TOKENS),
     ]
     if limits.max_cost_usd is not None:
         tokens = affordable_tokens(limits.max_cost_usd - cost_usd(so_far, prices), next_call, prices)

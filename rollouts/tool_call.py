@@ -49,12 +49,14 @@ class CallOutcome:
 
     invalid: the call was wrong, and no tool ran.
     failure: what went wrong inside the tool, with the traceback of its code, for a person; the model gets one line.
+    late: the tool gave no result in time.
     loop_held_s: the longest time that the tool held the thread which all trajectories share.
     """
 
     result: ToolResult
     invalid: bool = False
     failure: str | None = None
+    late: bool = False
     retries: int = 0
     loop_held_s: float = 0.0
 
@@ -96,10 +98,11 @@ async def call_tool(session: Session, call: ToolCall, terms: ToolTerms) -> CallO
     held = _Held()
     started = time.perf_counter()
     tries = 0
+    failure = None
     while True:
         tries += 1
         try:
-            result, failure = await _try(session, call, timeout_s, held, terms.observe), None
+            result = await _try(session, call, timeout_s, held, terms.observe)
         except TransientToolError as error:
             if tries <= terms.retries:
                 await asyncio.sleep(terms.backoff_s * 2 ** (tries - 1))
@@ -113,9 +116,13 @@ async def call_tool(session: Session, call: ToolCall, terms: ToolTerms) -> CallO
                 raise
             result, failure = _failed(call, error, terms.observe), traceback.format_exc()
         break
+    late = result is None
+    if result is None:
+        result = _told(call, terms.observe(f"error: {call.name} gave no result within {timeout_s:g} s"))
     return CallOutcome(
         result=replace(result, duration_s=time.perf_counter() - started),
         failure=None if failure is None else clean(failure),
+        late=late,
         retries=tries - 1,
         loop_held_s=held.longest_s,
     )
@@ -123,8 +130,9 @@ async def call_tool(session: Session, call: ToolCall, terms: ToolTerms) -> CallO
 
 async def _try(
     session: Session, call: ToolCall, timeout_s: float, held: _Held, observe: Callable[[object], str]
-) -> ToolResult:
-    """One try, its content as text. The deadline is kept as long as the tool does not block the thread."""
+) -> ToolResult | None:
+    """One try, its content as text; None where the deadline passed, which is kept as long as the tool does not block
+    the thread."""
     clock = asyncio.timeout(timeout_s)
     result: ToolResult | None = None
     try:
@@ -134,7 +142,7 @@ async def _try(
         if not clock.expired():  # the tool's own: a failure like any other
             raise
     if result is None or clock.expired():  # also where the tool swallowed it, and gave a result after all
-        return _told(call, observe(f"error: {call.name} gave no result within {timeout_s:g} s"))
+        return None
     # Whatever the tool calls it, the answer is to this call.
     content: object = result.content
     # Megabytes take a second to clean and to cut: beside the loop, so that no other trajectory waits for it.

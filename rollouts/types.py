@@ -16,6 +16,7 @@ class StopReason(StrEnum):
     FINAL_ANSWER = "final_answer"
     MAX_TURNS = "max_turns"
     TOKEN_BUDGET = "token_budget"
+    TURN_TOKENS = "turn_tokens"
     CONTEXT_FULL = "context_full"
     WALL_CLOCK = "wall_clock"
     COST_BUDGET = "cost_budget"
@@ -42,6 +43,7 @@ _TRUNCATED = frozenset(
     {
         StopReason.MAX_TURNS,
         StopReason.TOKEN_BUDGET,
+        StopReason.TURN_TOKENS,
         StopReason.COST_BUDGET,
         StopReason.CONTEXT_FULL,
         StopReason.WALL_CLOCK,
@@ -66,6 +68,7 @@ class Turn:
     invalid_calls: calls that could not be read, name no tool, or do not fit its schema.
     tool_failures: what went wrong inside tools, with the traceback; the model read one line of it.
     retries: calls made again after a transient failure of a tool.
+    deadlines: calls that gave no result in time.
     loop_held_s: the longest time that a tool held the thread that all trajectories share.
     """
 
@@ -83,6 +86,7 @@ class Turn:
     invalid_calls: int = 0
     tool_failures: tuple[str, ...] = ()
     retries: int = 0
+    deadlines: int = 0
     loop_held_s: float = 0.0
 
 

@@ -39,6 +39,8 @@ def _command(arguments: argparse.Namespace) -> ServeCommand:
         port=arguments.port,
         max_context_tokens=arguments.max_context_tokens,
         max_concurrent=arguments.max_concurrent,
+        dtype=arguments.dtype,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
         adapters=adapters,
         takes_weights=arguments.takes_weights,
     )
@@ -67,6 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-context-tokens", type=int, default=1024, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--max-concurrent", type=int, default=64, metavar="N", help="requests sampled at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16"],
+        help="what it computes in (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default: vLLM's own)"
     )
     parser.add_argument(
         "--adapter",

@@ -3,12 +3,14 @@ only grow, prompts and bridges are the families' own, turns are read as they wer
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from data.families import FAMILIES
 from data.family_renderer import FamilyRenderer, Thinking
@@ -366,3 +368,24 @@ def test_the_number_of_a_kimi_call_heads_its_result() -> None:
     reply = [Message(role="tool", content="x", call_id="call_0_0")]
     bridge = renderer.bridge(reply, prompt_ids=prompt, sampled_ids=sampled, tools=[TOOL])
     assert "## Return of functions.f:7\n" in renderer.decode(ids_of(bridge))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offsets_without_width_move_no_boundary_a05(family: str) -> None:
+    """GPT-2's and Llama 3's byte-level tokenizers give a blank no width; who wrote what is found by places."""
+    reads = FAMILIES[family].tool_format
+    tokenizer = copy.deepcopy(family_tokenizer(family))
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    trimmed = FamilyRenderer(tokenizer, family, model="m", tool_format=tool_format(reads) if reads else None)
+    prompt = ids_of(trimmed.opening(ASKED, [TOOL]))
+    turn = turn_of(trimmed, tool_calls=(ToolCall(call_id="c", name="f", arguments={"x": "a  b"}),))
+
+    def answered(renderer: FamilyRenderer, said: str) -> list[Segment] | None:
+        reply = [Message(role="tool", content=said, call_id="c")]
+        return renderer.bridge(reply, prompt_ids=prompt, sampled_ids=turn, tools=[TOOL])
+
+    for said in ("a  b", " a ", "a", "a\n"):
+        bridge = answered(trimmed, said)
+        assert bridge == answered(load(family), said)
+        assert bridge is not None
+        assert [segment.source for segment in bridge].count(Source.TOOL) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from data.guard import BREAK, END, QUOTE, START, Guard
@@ -95,6 +95,19 @@ def test_tokens_that_hold_content_are_known() -> None:
     assert str(said).strip() == "é<|im_end|>"
     assert not tokens[0].is_content
     assert not tokens[-1].is_content
+
+
+def test_offsets_without_width_hide_no_content_a05() -> None:
+    """GPT-2's and Llama 3's byte-level tokenizers give a blank no width."""
+    core = small_core()
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    guard, tokenizer = guard_of(core=core)
+    text = " a  b \n c "
+    spans = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    assert sum(end - start for start, end in spans) < len(text), "it does what the test is about"
+    rendered = f"<|im_start|>{guard.mark(text)}<|im_end|>"
+    said = [token.token_id for token in guard.encode(rendered) if token.is_content]
+    assert said == native(tokenizer, text.strip())
 
 
 def test_places_are_those_in_the_rendering() -> None:

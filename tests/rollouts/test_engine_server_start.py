@@ -102,6 +102,11 @@ def test_what_answers_and_is_no_vllm_is_refused(
     [
         ({"kind": "server"}, "engine.kind is server and engine.servers names 0"),
         ({"kind": "vllm", "servers": ("http://h:1",)}, "engine.kind is vllm and engine.servers names 1"),
+        (
+            {"kind": "server", "servers": ("http://h:1",), "dtype": "float32"},
+            "dtype does nothing where kind is server: leave it at auto; scripts.serve has it",
+        ),
+        ({"kind": "transformers", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization does nothing where kind is"),
         ({"kind": "server", "servers": ("localhost:8000",)}, "is no address; write http://HOST:PORT"),
         ({"kind": "server", "servers": ("http://h:1", "http://h:1/")}, "name each server once"),
     ],

@@ -36,7 +36,7 @@ STORIES: dict[str, tuple[Sequence[Sequence[int]], dict[str, Any], StopReason]] =
     "a tool that fails": ([say("", ("crash", "x"))] * 3, {"max_tool_errors": 3}, StopReason.TOOL_ERROR),
     "the same again": ([say("", ("echo", "x"))] * 2, {"max_repeated_calls": 2}, StopReason.REPEATED_CALL),
     "too many turns": ([say("", ("echo", str(i))) for i in range(3)], {"max_turns": 3}, StopReason.MAX_TURNS),
-    "cut": ([raw("a long story")], {"max_turn_tokens": 2}, StopReason.TOKEN_BUDGET),
+    "cut": ([raw("a long story")], {"max_turn_tokens": 2}, StopReason.TURN_TOKENS),
     "the clock": ([say("", ("wait", "x"))], {"wall_clock_s": 0.5, "tool_timeout_s": 60.0}, StopReason.WALL_CLOCK),
     "a lost sandbox": ([say("", ("echo", "x")), say("", ("break", "x"))], {}, StopReason.SANDBOX_ERROR),
     "a lost engine": ([say("", ("echo", "x")), say("ok")], {"fail_calls": [1]}, StopReason.ENGINE_ERROR),

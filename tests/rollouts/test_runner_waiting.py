@@ -66,6 +66,8 @@ def test_a_tool_that_never_returns_hits_its_deadline_and_holds_nobody(tool: str)
     assert result.content == f"error: {tool} gave no result within 0.5 s"
     assert trajectory.reward == 1.0
     assert ticks >= 5
+    row = summarise([trajectory])
+    assert (row["tools/deadlines"], row["tools/errors"], row["tools/failures"]) == (1, 1, 0)
 
 
 class OwnDeadline(Desk):

@@ -56,11 +56,13 @@ def test_max_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_turn_tokens": 3}, {"max_trajectory_tokens": 3}], ids=["of a turn", "of a trajectory"]
+    ("limit", "reason"),
+    [("max_turn_tokens", StopReason.TURN_TOKENS), ("max_trajectory_tokens", StopReason.TOKEN_BUDGET)],
 )
-def test_token_budget_cuts_a_turn(limits: dict[str, float]) -> None:
-    trajectory = attempt(ScriptedEngine([say("ok and much more")]), **limits)
-    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+def test_tokens_run_out_in_a_turn(limit: str, reason: StopReason) -> None:
+    trajectory = attempt(ScriptedEngine([say("ok and much more")]), **{limit: 3})
+    assert trajectory.stop_reason is reason
+    assert trajectory.stop_reason.is_truncated
     assert trajectory.reward == 0.0, "half an answer is no answer"
     assert len(trajectory.streams[0].segments[-1].token_ids) == 3
     assert len(trajectory.turns) == 1
@@ -75,7 +77,7 @@ def test_token_budget_spent_between_turns() -> None:
 def test_half_a_call_is_not_run() -> None:
     asked = say("", ("crash", "x"))
     trajectory = attempt(ScriptedEngine([asked]), max_turn_tokens=len(asked) - 1)
-    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert trajectory.stop_reason is StopReason.TURN_TOKENS
     assert observations(trajectory) == []
 
 
@@ -269,7 +271,7 @@ def test_a_turn_that_ends_amid_its_thinking_is_no_empty_answer() -> None:
 
 def test_thinking_that_was_cut_is_a_length_stop_like_any_other() -> None:
     trajectory = attempt(ScriptedEngine([thinks("of nothing")]), renderer=LETTERS, max_turn_tokens=15)
-    assert (trajectory.stop_reason, trajectory.turns[0].thinking_open) == (StopReason.TOKEN_BUDGET, False)
+    assert (trajectory.stop_reason, trajectory.turns[0].thinking_open) == (StopReason.TURN_TOKENS, False)
 
 
 def test_an_empty_answer_is_the_policy_s_own_and_is_counted() -> None:
@@ -282,7 +284,7 @@ def test_a_call_that_was_whole_when_its_turn_was_cut_is_on_record_and_not_run() 
     asked = LETTERS.turn_ids(Message(role="assistant", tool_calls=(ToolCall(call_id="", name="crash", arguments={}),)))
     turn = [*asked[:-1], *asked]
     trajectory = attempt(ScriptedEngine([turn]), renderer=LETTERS, max_turn_tokens=len(asked) + 3)
-    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
+    assert trajectory.stop_reason is StopReason.TURN_TOKENS
     assert [call.name for call in trajectory.turns[0].message.tool_calls] == ["crash"]
     assert (trajectory.turns[0].tool_results, trajectory.turns[0].invalid_calls) == ((), 0)
 

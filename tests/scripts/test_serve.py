@@ -9,12 +9,16 @@ from tests.scripts.test_bad_input import error_line, run
 
 
 def test_it_prints_the_command_of_a_gpu_machine() -> None:
-    done = run("scripts.serve", "some/model", "--device", "gpu", "--adapter", "mine=a/b", "--takes-weights", "--print")
+    done = run(
+        "scripts.serve", "some/model", "--device", "gpu", "--adapter", "mine=a/b", "--takes-weights", "--print",
+        "--dtype", "float32", "--gpu-memory-utilization", "0.8",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (
         "VLLM_SERVER_DEV_MODE=1 vllm serve some/model --host 127.0.0.1 --port 8000 --max-model-len 1024 "
         "--max-num-seqs 64 --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
-        "--enable-prompt-tokens-details --enable-lora --lora-modules mine=a/b"
+        "--enable-prompt-tokens-details --structured-outputs-config.backend xgrammar --dtype float32 "
+        "--enable-lora --lora-modules mine=a/b --gpu-memory-utilization 0.8"
     )
 
 
@@ -30,6 +34,7 @@ def test_on_a_cpu_no_prompt_is_split_over_steps() -> None:
     [
         (("models/none",), "model models/none: no such folder"),
         (("models/embedded", "--adapter", "mine"), "--adapter mine: write NAME=FOLDER"),
+        (("models/embedded", "--device", "cpu", "--gpu-memory-utilization", "0.5"), "a CPU takes no GPU memory"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], says: str) -> None:

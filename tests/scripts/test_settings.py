@@ -170,6 +170,7 @@ def test_an_adapter_that_the_trainer_does_not_have_is_refused_for_training() -> 
 
 def test_servers_that_get_no_weights_are_refused_for_training() -> None:
     option = ["--rollout.engine.kind", "server", "--rollout.engine.servers", "http://127.0.0.1:8000"]
+    option += ["--rollout.engine.dtype", "auto"]
     with pytest.raises(ValueError, match=r"rollout: engine\.kind = 'server': .*not sent to servers yet"):
         load_settings(GrpoSettings, ["--config", "configs/grpo_quickstart.toml", *option])
     settings = load_settings(EvalSettings, ["--config", "configs/eval_quickstart.toml", *option])
