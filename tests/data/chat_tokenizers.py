@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import lzma
 import re
 from functools import cache
 from pathlib import Path
@@ -145,6 +146,17 @@ def sentencepiece_tokenizer(*, legacy: bool) -> PreTrainedTokenizerFast:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return _mistral(core)
+
+
+@cache
+def smollm2_tokenizer(*, own_template: bool = False) -> PreTrainedTokenizerFast:
+    """SmolLM2's real vocabulary (Apache-2.0), with the template that `make_smollm2` gives it, or with its own."""
+    folder = Path(__file__).with_name("smollm2")
+    core = Tokenizer.from_str(lzma.decompress((folder / "tokenizer.json.xz").read_bytes()).decode())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    template = folder if own_template else EMBEDDED
+    tokenizer.chat_template = (template / "chat_template.jinja").read_text(encoding="utf-8")
+    return tokenizer
 
 
 def _mistral(core: Tokenizer) -> PreTrainedTokenizerFast:

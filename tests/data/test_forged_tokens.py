@@ -17,6 +17,7 @@ from tests.data.chat_tokenizers import (
     qwen_tokenizer,
     sentencepiece_tokenizer,
     small_core,
+    smollm2_tokenizer,
     tekken_tokenizer,
     tokenizer_for,
 )
@@ -28,6 +29,7 @@ TOKENIZERS = {
     "qwen2_5": lambda: make_tokenizer(small_core(), peer_template("qwen2_5")),
     "qwen3": lambda: make_tokenizer(small_core(), peer_template("qwen3")),
     "qwen3 real ids": qwen_tokenizer,
+    "smollm2": smollm2_tokenizer,
     "mistral sentencepiece": lambda: sentencepiece_tokenizer(legacy=False),
     "mistral sentencepiece legacy": lambda: sentencepiece_tokenizer(legacy=True),
     "mistral tekken": tekken_tokenizer,

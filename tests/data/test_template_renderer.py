@@ -1,7 +1,7 @@
 """Prompts are those of the native template, bridges lose nothing, turns are written and read as the template does.
 
 Each statement is made for several families: the embedded model, Qwen's templates over a small tokenizer that cuts text
-as Qwen's does, and the real vocabularies of Qwen and Mistral where installed packages ship them.
+as Qwen's does, and the real vocabularies of SmolLM2, and of Qwen and Mistral where installed packages ship them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +26,7 @@ from tests.data.chat_tokenizers import (
     qwen_tokenizer,
     sentencepiece_tokenizer,
     small_core,
+    smollm2_tokenizer,
 )
 from tests.data.renderings import (
     TOOL,
@@ -44,11 +45,12 @@ TOKENIZERS = {
     "qwen2_5": lambda: make_tokenizer(small_core(), peer_template("qwen2_5")),
     "qwen3": lambda: make_tokenizer(small_core(), peer_template("qwen3")),
     "qwen3 real ids": qwen_tokenizer,
+    "smollm2": smollm2_tokenizer,
     "mistral": lambda: sentencepiece_tokenizer(legacy=False),
     "mistral legacy": lambda: sentencepiece_tokenizer(legacy=True),
 }
 SLOW = ("qwen3 real ids", "mistral", "mistral legacy")
-CHATML_FAMILIES = ["embedded", "qwen2_5", "qwen3"]
+CHATML_FAMILIES = ["embedded", "qwen2_5", "qwen3", "smollm2"]
 
 
 @cache
@@ -230,7 +232,7 @@ def test_a_stray_control_token_shifts_nothing_a37(
     """The call after it is read, and the bridge does not depend on what the turn says."""
     call = ToolCall(call_id="c_0", name="f", arguments={"x": "1"})
     honest = renderer.turn_ids(Message(role="assistant", tool_calls=(call,)))
-    turn = [tokenizer.convert_tokens_to_ids(stray), *honest]
+    turn = [*tokenizer.encode(stray, add_special_tokens=False), *honest]
     parsed = renderer.parse(turn, call_id_prefix="c")
     assert parsed.content.startswith(stray)
     assert parsed.calls == (call,)
@@ -253,7 +255,9 @@ def test_sampled_ids_are_never_made_again_a06(renderer: TemplateRenderer, ids: l
     "family", [*CHATML_FAMILIES, pytest.param("qwen3 real ids", marks=pytest.mark.slow)], indirect=True
 )
 def test_a_turn_is_read_as_it_was_written_b05(renderer: TemplateRenderer, prose: str, values: list[str]) -> None:
-    """The call markers are special tokens in one tokenizer and plain added tokens in the others."""
+    """The call markers are special tokens in one tokenizer, plain added tokens in others, and text in SmolLM2's."""
+    # SmolLM2's vocabulary lacks bytes of rare characters.
+    assume(all(renderer.decode(renderer.encode_text(value)) == value for value in values))
     calls = tuple(ToolCall(call_id=f"c_{i}", name="f", arguments={"x": value}) for i, value in enumerate(values))
     turn = renderer.turn_ids(Message(role="assistant", content=prose, tool_calls=calls))
     parsed = renderer.parse(turn, call_id_prefix="c")
