@@ -22,6 +22,10 @@ class EngineError(RuntimeError):
     """The engine failed, not the policy. The message says what, where, and what to do."""
 
 
+class EngineFault(EngineError):
+    """An exception out of the engine's code that it does not know of; the message is its traceback."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How busy an engine is: requests that it samples, that wait in it, and that it samples at most at once."""

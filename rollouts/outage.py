@@ -1,4 +1,4 @@
-"""When our machinery fails: what is tried again, how long to wait, and when to give up the run.
+"""When our machinery fails: how long to wait before something is tried again, and when to give up the run.
 
 One trajectory that is lost says nothing about the others. All of them lost, one after the other, is an outage: a run
 that went on would loop through its tasks, or ask a server that is down thousands of times.
@@ -19,13 +19,6 @@ few broken tasks lose all their trajectories too, one after the other."""
 
 class OutageError(RuntimeError):
     """Trajectory after trajectory was lost. The message holds the cause of the last one."""
-
-
-def is_worth_another_try(trajectory: Trajectory) -> bool:
-    """Whether a lost trajectory may end better. A sandbox or an engine that failed (`SandboxError`, `EngineError`) may
-    work next time. Any other exception is a fault in somebody's code or configuration, which the runner records with
-    its traceback: it would fail the same way."""
-    return "Traceback (most recent call last)" not in (trajectory.error or "")
 
 
 def retry_delay_s(number: int) -> float:

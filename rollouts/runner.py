@@ -27,7 +27,7 @@ from envs.tools import check_tools
 from envs.types import Message, Task, ToolCall
 from rollouts.accounting import check_prices, cost_usd
 from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig
-from rollouts.engine import Engine, EngineError
+from rollouts.engine import Engine, EngineError, EngineFault
 from rollouts.limits import Streaks, allowance
 from rollouts.observations import observe
 from rollouts.progress import Progress, Prompt
@@ -80,6 +80,7 @@ class Runner:
         reward: float | None = None
         reward_terms: dict[str, float] = {}
         error: str | None = None
+        is_fault = False
         relaxed: tuple[str, ...] = ()
         try:
             progress.opening = self.env.opening(task)
@@ -106,12 +107,12 @@ class Runner:
         except SandboxError as failure:
             stop_reason, error = StopReason.SANDBOX_ERROR, str(failure)
         except EngineError as failure:
-            stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
+            stop_reason, error, is_fault = StopReason.ENGINE_ERROR, str(failure), isinstance(failure, EngineFault)
         except BaseException as failure:
             if is_interruption(failure):
                 raise
             # A fault of ours or of the environment's code: it says nothing about the policy.
-            stop_reason, error = StopReason.SANDBOX_ERROR, traceback.format_exc()
+            stop_reason, error, is_fault = StopReason.SANDBOX_ERROR, traceback.format_exc(), True
         return Trajectory(
             trajectory_id=progress.trajectory_id,
             task_id=task.task_id,
@@ -125,6 +126,7 @@ class Runner:
             forged=progress.forged,
             relaxed=relaxed,
             error=None if error is None else plain_json(error),
+            is_fault=is_fault,
             opening=tuple(progress.opening),
             tools=tuple(self.env.tools),
             cost_usd=cost_usd(progress.count, self.prices),
@@ -205,7 +207,7 @@ class Runner:
         except EngineError:
             raise
         except Exception as error:  # no failure that it knows of: where it came from matters
-            raise EngineError(traceback.format_exc()) from error
+            raise EngineFault(traceback.format_exc()) from error
         if not completion.token_ids:
             raise EngineError(f"completion {completion_id} has no token; an engine must sample at least one")
         progress.add_sampled(completion)

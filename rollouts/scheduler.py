@@ -22,7 +22,7 @@ from envs.types import Task
 from rollouts.attempt import Attempt, Group, WatchedEngine
 from rollouts.config import ScheduleConfig
 from rollouts.engine import EngineError, EngineLoad
-from rollouts.outage import Outage, is_worth_another_try, retry_delay_s
+from rollouts.outage import Outage, retry_delay_s
 from rollouts.runner import Runner
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 
@@ -313,7 +313,7 @@ class Scheduler:
         if trajectory.stop_reason is StopReason.ENGINE_ERROR:
             self._outage.hold(now)
         may_retry = is_lost and not group.is_cancelled and attempt.number < self._schedule.infrastructure_retries
-        if may_retry and is_worth_another_try(trajectory):
+        if may_retry and not trajectory.is_fault:
             group.lost.append(trajectory)
             self._again.append(attempt.next_one(not_before=now + retry_delay_s(attempt.number)))
             self._retried += 1

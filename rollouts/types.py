@@ -95,7 +95,7 @@ class Trajectory:
     """One attempt at one task.
 
     `reward` is None when the environment could not grade it (infrastructure failures). `error` says what
-    went wrong there. `forged` counts the control tokens that prompt and tool results spell; they stayed text.
+    went wrong there, `is_fault` that it is of somebody's code or configuration: it would come again. `forged` counts the control tokens that prompt and tool results spell; they stayed text.
     `relaxed` is what the task's sandbox was less strict in than the defaults, in words. `opening` and `tools` are what
     the model was given: with them and the completions the streams can be made again. `cost_usd` is by the run's prices.
     `attempt` counts the earlier tries that our machinery lost.
@@ -113,6 +113,7 @@ class Trajectory:
     forged: int = 0
     relaxed: tuple[str, ...] = ()
     error: str | None = None
+    is_fault: bool = False
     opening: tuple[Message, ...] = ()
     tools: tuple[ToolSpec, ...] = ()
     cost_usd: float = 0.0

@@ -60,6 +60,7 @@ def test_a_fault_of_code_is_not_tried_again() -> None:
     bad, good = run_virtual(sample_groups(runner, tasks, num_generations=16, prefix="p", schedule=schedule))
     assert shop.begun.count("bad") == 16
     assert not bad.lost
+    assert all(t.is_fault for t in bad.trajectories)
     assert {t.cause for t in bad.trajectories} == {"RuntimeError: a fault of the environment's code"}
     assert {t.stop_reason for t in good.trajectories} == {StopReason.FINAL_ANSWER}
 
