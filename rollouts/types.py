@@ -94,11 +94,12 @@ class Turn:
 class Trajectory:
     """One attempt at one task.
 
-    `reward` is None when the environment could not grade it (infrastructure failures). `error` says what
-    went wrong there, `is_fault` that it is of somebody's code or configuration: it would come again. `forged` counts the control tokens that prompt and tool results spell; they stayed text.
-    `relaxed` is what the task's sandbox was less strict in than the defaults, in words. `opening` and `tools` are what
-    the model was given: with them and the completions the streams can be made again. `cost_usd` is by the run's prices.
-    `attempt` counts the earlier tries that our machinery lost.
+    `reward` is None when the environment could not grade it (infrastructure failures). `error` says what went wrong
+    there, `is_fault` that it is of somebody's code or configuration: it would come again. `forged` counts the control
+    tokens that prompt and tool results spell; they stayed text. `relaxed` is what the task's sandbox was less strict in
+    than the defaults, in words. `opening` and `tools` are what the model was given: with them and the completions the
+    streams can be made again. `cost_usd` is by the run's prices. `attempt` counts the earlier tries that our machinery
+    lost.
     """
 
     trajectory_id: str
