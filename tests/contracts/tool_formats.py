@@ -47,6 +47,31 @@ def _qwen3_coder(calls: Sequence[Call]) -> str:
     return "\n".join(block(name, arguments) for name, arguments in calls)
 
 
+def _glm(calls: Sequence[Call]) -> str:
+    """As the family's chat templates write them: text as it is, the rest as JSON."""
+
+    def block(name: str, arguments: dict[str, Any]) -> str:
+        pairs = ((key, one if isinstance(one, str) else _json(one)) for key, one in arguments.items())
+        lines = [f"<arg_key>{key}</arg_key>\n<arg_value>{one}</arg_value>" for key, one in pairs]
+        return "\n".join([f"<tool_call>{name}", *lines, "</tool_call>"])
+
+    return "\n".join(block(name, arguments) for name, arguments in calls)
+
+
+def _gemma(calls: Sequence[Call]) -> str:
+    def value(one: Any) -> str:
+        if isinstance(one, str):
+            return f'<|"|>{one}<|"|>'
+        if isinstance(one, list):
+            return f"[{','.join(map(value, one))}]"
+        return fields(one) if isinstance(one, dict) else _json(one)
+
+    def fields(one: dict[str, Any]) -> str:
+        return f"{{{','.join(f'{key}:{value(item)}' for key, item in one.items())}}}"
+
+    return "".join(f"<|tool_call>call:{name}{fields(arguments)}<tool_call|>" for name, arguments in calls)
+
+
 def _llama3_json(calls: Sequence[Call]) -> str:
     return "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in calls)
 
@@ -82,6 +107,24 @@ FAMILIES = (
             '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
         ),
     ),
+    Family(
+        "glm",
+        _glm,
+        (
+            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1\n</tool_call>",
+            "<tool_call>f\n<arg_value>1</arg_value>\n</tool_call>",
+            '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        ),
+    ),
+    Family(
+        "gemma",
+        _gemma,
+        (
+            "<|tool_call>call:f{x:1,x:2}<tool_call|>",
+            '<|tool_call>call:f{x:<|"|>1}<tool_call|>',
+            '<|tool_call>call:f{"x":"1"}<tool_call|>',
+        ),
+    ),
     Family("llama3_json", _llama3_json, ('{"name": "f", "parameters": {,}}', '{"name": "f", "parameters": [1]}')),
     Family("pythonic", _pythonic, ("[f(x=1, x=2)]", "[f(x=g(1))]", "[f(1)]")),
     Family("mistral", _mistral_list, ('[TOOL_CALLS] [{"name": "f"; "arguments": {}}]', "[TOOL_CALLS] []")),
@@ -93,6 +136,7 @@ FAMILIES = (
 MARKS = (
     "</tool_call>", "<tool_call>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
     "<|python_tag|>", '"}}', ")]", "]", "{", "\\", "'", '"', "```json\n{", "# no comment", "\n", "; ", "Action: f()",
+    "</arg_value>", "<arg_key>", "<|tool_call>", "<tool_call|>",
     "\nObservation: 5", "\nFinal answer: 1", "02134", "True", "null", "\U0001f378", " ",
 )  # fmt: skip
 texts = st.lists(st.sampled_from(MARKS) | st.text(max_size=6), max_size=4).map("".join)
@@ -142,12 +186,24 @@ def conversations(draw: st.DrawFn, max_calls: int = 3) -> tuple[list[ToolSpec], 
 _XML = re.compile(
     r"</parameter>\s*(<parameter=|</function>|</tool_call>)|(^|\n)\s*<parameter=|</function>\s*</tool_call>"
 )
+_GLM = re.compile(r"</arg_value>\s*(<arg_key>|</tool_call>)|<arg_key>[^<\n]*</arg_key>\s*<arg_value>")
+_GEMMA_KEY = re.compile(r"[\w.\\-]([\w.\\ -]*[\w.\\-])?")
 
 
 def can_hold(family: Family, calls: Sequence[Call]) -> bool:
     """Whether the format can hold these values at all: XML without escapes cannot hold its own structure."""
-    strings = (value for _, arguments in calls for value in arguments.values() if isinstance(value, str))
+    strings = [value for _, arguments in calls for value in arguments.values() if isinstance(value, str)]
+    if family.format == "gemma":
+        return all(_GEMMA_KEY.fullmatch(key) for _, arguments in calls for key in _keys(arguments))
+    if family.format == "glm":
+        return not any(_GLM.search(value) for value in strings)
     return family.format != "qwen3_coder" or not any(_XML.search(f"{value}</parameter") for value in strings)
+
+
+def _keys(value: Any) -> list[str]:
+    """All keys in a value, at any depth."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [*(value if isinstance(value, dict) else ()), *(key for one in inner for key in _keys(one))]
 
 
 def as_pairs(calls: Sequence[object]) -> list[Call]:
