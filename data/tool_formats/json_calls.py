@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from data.jsonl import plain_json
-from data.tool_formats.turn import Bad, Call, Malformed, is_over, shown, skip_blank
+from data.tool_formats.parts import Bad, Call, Malformed, is_over, shown, skip_blank
 
 _BESIDES = {"name", "id", "call_id", "type"}
 """Keys of an envelope that say nothing about what is asked for, and the name."""

@@ -4,7 +4,7 @@
 
 There is no marker, so an object is a call when it can be nothing else: it has a name and arguments (`arguments` is
 understood too, as vLLM does), or it names a known tool, or the tag stands before it. Other objects are prose, and so is
-a fence of another language than JSON.
+a fence that shows code (`fences`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from data.tool_formats.fences import FENCE, code_end
 from data.tool_formats.json_calls import as_call, json_end, read_json
 from data.tool_formats.turn import Block, Grammar, Malformed, Reading, rest_of_block, schema_tag, skip_blank, tool_tags
 from envs.types import ToolSpec
@@ -24,28 +25,27 @@ _KEYS = ("parameters", "arguments")
 _ENVELOPE = {"name", "id", "call_id", "type", *_KEYS}
 _HEAD = re.compile(r'\{\s*"name"\s*:')
 _OBJECT = r'\{(?=\s*["}])'
+_IS_OBJECT = re.compile(_OBJECT)
 _NEXT = re.compile(f"{_HEAD.pattern}|{re.escape(_TAG)}")
-# A fence of another language is skipped whole; one of JSON belongs to the object in it.
-_OPENER = re.compile(
-    r"(?P<other>```(?!(?:json|tool_calls?)\b)[\w+-][^\n]*\n.*?(?:```|\Z))"
-    rf"|(?P<tag>{re.escape(_TAG)})|(?P<fence>```(?:json|tool_calls?)?\s*(?=\{{))?{_OBJECT}",
-    re.DOTALL,
-)
+_OPENER = re.compile(rf"{FENCE}|(?P<tag>{re.escape(_TAG)})|{_OBJECT}", re.MULTILINE)
 _END_OF_FENCE, _SEPARATOR = re.compile(r"\s*```"), re.compile(r"\s*;")
 
 
 def _read(reading: Reading, found: re.Match[str]) -> Block:
     text = reading.text
-    if found["other"]:
+    fenced = bool(found["fence"])
+    if (fenced or found["inline"]) and (end := code_end(text, found, was_cut=reading.was_cut)):
+        return Block((), end, is_prose=True)
+    if fenced and not _IS_OBJECT.match(text, found.end()):
         return Block((), found.end(), is_prose=True)
-    start = skip_blank(text, found.end()) if found["tag"] else found.end() - 1
+    start = skip_blank(text, found.end()) if found["tag"] else found.end() - (not fenced)
     try:
         value, end = read_json(text, start)
     except Malformed as error:
         return _broken(reading, start, error, tagged=bool(found["tag"]))
     if not found["tag"] and not _is_call(value, reading.tools):
         return Block((), end, is_prose=True)
-    more = (_END_OF_FENCE if found["fence"] else _SEPARATOR).match(text, end)
+    more = (_END_OF_FENCE if fenced else _SEPARATOR).match(text, end)
     return Block((as_call(value, _KEYS),), more.end() if more else end)
 
 

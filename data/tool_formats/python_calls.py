@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data.jsonl import plain_json
-from data.tool_formats.turn import Malformed, shown
+from data.tool_formats.parts import Malformed, shown
 
 _STRING = r'\'\'\'(?:[^\\]|\\.)*?\'\'\'|"""(?:[^\\]|\\.)*?"""|\'(?:[^\'\\]|\\.)*\'|"(?:[^"\\]|\\.)*"'
 _COMMENT = r"#[^\n]*"

@@ -8,44 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from data.jsonl import plain_json
 from data.tool_formats.base import CallError, ParsedTurn
+from data.tool_formats.parts import Bad as Bad
+from data.tool_formats.parts import Call as Call
+from data.tool_formats.parts import Malformed as Malformed
+from data.tool_formats.parts import is_over as is_over
+from data.tool_formats.parts import shown as shown
+from data.tool_formats.parts import skip_blank as skip_blank
 from data.types import FinishReason
 from envs.types import ToolCall, ToolSpec
 
-_SHOWN = 24
-"""Characters of the model's text that a reason repeats."""
 _MAX_BAD = 16
 """Calls of one turn that are answered with an error each: a model that repeats itself fills no context with them."""
-_BLANK = re.compile(r"\s*")
-
-
-class Call(NamedTuple):
-    """A call that could be read."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-class Bad(NamedTuple):
-    """A call that could not be read, and why."""
-
-    reason: str
-
-
-class Malformed(Exception):
-    """What is wrong with a call, the place up to which the text could be read, and whether more text could have made it
-    right."""
-
-    def __init__(self, reason: str, place: int, *, at_end: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.place = place
-        self.at_end = at_end
 
 
 class Reading(NamedTuple):
@@ -265,27 +244,6 @@ def end_of_line(text: str, error: Malformed) -> Callable[[int], int | None]:
         return None if error.at_end or place < 0 else place
 
     return end
-
-
-def skip_blank(text: str, start: int) -> int:
-    """The place of the next character that is no white space."""
-    found = _BLANK.match(text, start)
-    assert found
-    return found.end()
-
-
-def is_over(text: str, place: int) -> bool:
-    """Whether only white space follows."""
-    return skip_blank(text, place) == len(text)
-
-
-def shown(text: str) -> str:
-    """The beginning of what the model wrote, in quotes and on one line.
-
-    >>> shown("a\\nb")
-    "'a\\\\nb'"
-    """
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
 
 
 def tool_tags(trigger: str, tags: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from decimal import Decimal
 from typing import Any
 
 from data.tool_formats.json_calls import read_json
-from data.tool_formats.turn import Malformed
+from data.tool_formats.parts import Malformed
 from envs.types import ToolSpec
 
 _NOTHING = {"", "null", "none"}
