@@ -24,9 +24,14 @@ Cut turns
     After the finish reason "length", calls that were whole before the cut stay, and the one that was cut is neither a
     call nor an error; its text is left out.
 Other forms
-    A turn without a call in the own format, that writes one in another (JSON in a fence or bare, another family's
-    markers) is answered with a `CallError` too; else a drift of the form would pass for a final answer. It must name a
-    known tool; JSON may name any where no tools are given. A fence of another language than JSON is prose.
+    A turn without a call in the own format, that writes one in another, is answered with a `CallError` too; else a
+    drift of the form would pass for a final answer. It must name a known tool; JSON may name any where no tools are
+    given. Other forms are the other formats' own, and what `other_forms` knows: an object of JSON's or Python's with a
+    name and arguments, under any of the keys that are usual and in a fence of any label; a name behind another family's
+    markers or behind `Action:`; a call in Python's syntax, its values literals, alone on its line.
+    All else is prose: a tool that is mentioned, with or without its arguments, inside a sentence or inline code; a call
+    that the code in a fence only quotes (`fences`); a function that the text itself defines or imports; an object that
+    holds a tool's description or result, or its name under another key.
 """
 
 from __future__ import annotations

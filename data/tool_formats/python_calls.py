@@ -24,6 +24,8 @@ _TOKENS = re.compile(
 )
 _COMMENTS = re.compile(rf"(?P<string>{_STRING})|{_COMMENT}", re.DOTALL)
 KEYWORD = re.compile(r"\s*([^\W\d][\w.-]*)\s*=(?!=)")
+_DEFINED = r"\b(?:def|class|function|func|fn)[ \t]+{0}\b|\bimport\b[^\n]*\b{0}\b"
+_LINE_END = re.compile(r"[ \t;]*(?:#[^\n]*)?$", re.MULTILINE)
 _NAMES = {"true": True, "false": False, "null": None}
 _MAX_BITS = 4096
 """Of an integer: every writer must be able to write it in decimal digits."""
@@ -79,6 +81,27 @@ def read_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
         else:
             named[keyword[1]] = value
     return positional, named
+
+
+def statement_end(text: str, name: str, start: int, end: int, *, inside: str = "") -> int | None:
+    """The end of a line that nothing but a call begins, whose brackets are `start` and `end`; None where it is no
+    statement, but a part of prose or of other code. So is a call with values that are no literals, and of a function
+    that the text itself defines or imports.
+
+    Args:
+        inside: brackets that may close behind it.
+
+    >>> statement_end("f(x=1)  # now", "f", 1, 6), statement_end("f(x=1) is 2", "f", 1, 6)
+    (13, None)
+    """
+    line_end = _LINE_END.match(text, end + (text.startswith(inside, end) and len(inside)))
+    if not line_end or re.search(_DEFINED.format(re.escape(name)), text):
+        return None
+    try:
+        read_arguments(text[start + 1 : end - 1])
+    except ValueError:
+        return None
+    return line_end.end()
 
 
 def pieces(text: str) -> Iterator[str]:

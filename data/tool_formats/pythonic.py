@@ -3,14 +3,15 @@
     [lookup(key="area of Paris"), now()]
 
 A list is a call where it begins a line or names a known tool; other brackets are prose. LFM2's `<|tool_call_start|>`
-and Llama's `<|python_tag|>` may stand before it. A list that cannot be read ends with its line.
+and Llama's `<|python_tag|>` may stand before it. A list that cannot be read ends with its line. A known tool that is
+called alone on its line, without a list, is an error.
 """
 
 from __future__ import annotations
 
 import re
 
-from data.tool_formats.python_calls import bracket_end, read_arguments
+from data.tool_formats.python_calls import bracket_end, read_arguments, statement_end
 from data.tool_formats.turn import (
     Bad,
     Block,
@@ -27,12 +28,13 @@ from data.tool_formats.turn import (
 _NAME = r"[^\W\d][\w.-]*"
 _MARK = r"<\|(?:tool_call_start|python_tag)\|>"
 _OPENER = re.compile(
-    rf"(?P<mark>{_MARK}(?:\s*\[)?)|\[(?=\s*(?P<listed>{_NAME})\s*\()|^[ \t]*(?P<bare>{_NAME})\(", re.MULTILINE
+    rf"(?P<mark>{_MARK}(?:\s*\[)?)|\[(?=\s*(?P<listed>{_NAME})\s*\()|^ {{0,3}}(?P<bare>{_NAME})\(", re.MULTILINE
 )
 _NEXT = re.compile(rf"{_MARK}|^[ \t]*\[\s*{_NAME}\s*\(", re.MULTILINE)
 _CALL = re.compile(rf"({_NAME})\s*\(")
 _MAYBE_CALL = re.compile(rf"(?:{_NAME}\s*)?\Z")
 _BETWEEN = re.compile(r"(?:\s|#[^\n]*)*")
+_NO_LIST = "calls stand in a list, [...]"
 _END_MARK = re.compile(r"\s*<\|tool_call_end\|>")
 
 
@@ -41,6 +43,8 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
     if not _begins_call(reading, found):
         return Block((), found.end(), is_prose=True)
     try:
+        if found["bare"]:
+            return _without_list(text, found)
         end = _read_list(text, found, calls)
     except Malformed as error:
         return rest_of_block(reading, error, before=calls, opener=_NEXT, end=end_of_line(text, error))
@@ -55,11 +59,21 @@ def _begins_call(reading: Reading, found: re.Match[str]) -> bool:
     return bool(found["listed"]) and skip_blank(reading.text, line) >= found.start()
 
 
+def _without_list(text: str, found: re.Match[str]) -> Block:
+    """A known tool's name that begins a line: a call that wants its list, or a part of prose or of other code."""
+    start = found.end() - 1
+    end = bracket_end(text, start)
+    statement = statement_end(text, found["bare"], start, end)
+    if statement is None:
+        return Block((), end, is_prose=True)
+    return Block((Bad(_NO_LIST),), statement)
+
+
 def _read_list(text: str, found: re.Match[str], calls: list[Call | Bad]) -> int:
     """Add the calls of a list to `calls`; the place behind its bracket."""
     place = found.end()
     if text[place - 1] != "[":
-        raise Malformed("calls stand in a list, [...]", place, at_end=is_over(text, place))
+        raise Malformed(_NO_LIST, place, at_end=is_over(text, place))
     while True:
         place = _behind_blanks(text, place)
         if text.startswith("]", place) and calls:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from data.jsonl import plain_json
 from data.tool_formats.base import CallError, ParsedTurn
+from data.tool_formats.other_forms import called_in_other_forms
 from data.tool_formats.parts import Bad as Bad
 from data.tool_formats.parts import Call as Call
 from data.tool_formats.parts import Malformed as Malformed
@@ -190,16 +191,22 @@ def opens_thinking(prompt: str) -> bool:
 def calls_elsewhere(content: str, grammars: Sequence[Grammar], tools: Sequence[ToolSpec]) -> list[Call | Bad]:
     """One `Bad` for each call that `content` writes in another format."""
     names = {tool.name for tool in tools}
+    found: list[Call | Bad] = []
     for grammar in grammars:
-        found: list[Call | Bad] = []
         for call in read_turn(Reading(content, tools, was_cut=False), grammar).calls:
             if isinstance(call, Call) and (call.name in names or (grammar.is_bare_json and not names)):
-                found.append(Bad(f"the call of {shown(call.name)} is not in the form that is read here"))
+                found.append(_elsewhere(call.name))
             elif isinstance(call, Bad) and grammar.is_bare_json:
                 found.append(call)
         if found:
-            return found
-    return []
+            break
+    draft = Draft()
+    draft.add(found or [_elsewhere(name) for name in called_in_other_forms(content, tools)])
+    return draft.calls
+
+
+def _elsewhere(name: str) -> Bad:
+    return Bad(f"the call of {shown(name)} is not in the form that is read here")
 
 
 def rest_of_block(
