@@ -31,7 +31,7 @@ Other forms
     markers or behind `Action:`; a call in Python's syntax, its values literals, alone on its line.
     All else is prose: a tool that is mentioned, with or without its arguments, inside a sentence or inline code; a call
     that the code in a fence only quotes (`fences`); a function that the text itself defines or imports; an object that
-    holds a tool's description or result, or its name under another key.
+    describes a tool, or holds its name under another key.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     {"name": "lookup", "parameters": {"key": "area of Paris"}}; {"name": "now", "parameters": {}}
 
 There is no marker, so an object is a call when it can be nothing else: it has a name and arguments (`arguments` is
-understood too, as vLLM does), or it names a known tool, or the tag stands before it. Other objects are prose, and so is
-a fence that shows code (`fences`).
+understood too, as vLLM does), or it names a known tool, or the tag stands before it. Other objects are prose, also one
+that describes a tool, and so is a fence that shows code (`fences`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from data.tool_formats.fences import FENCE, code_end
-from data.tool_formats.json_calls import as_call, json_end, read_json
+from data.tool_formats.json_calls import as_call, describes_tool, json_end, read_json
 from data.tool_formats.turn import Block, Grammar, Malformed, Reading, rest_of_block, schema_tag, skip_blank, tool_tags
 from envs.types import ToolSpec
 
@@ -50,6 +50,8 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
 
 
 def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
+    if describes_tool(value):
+        return False
     if any(key in value for key in _KEYS) and ("name" in value or value.keys() <= _ENVELOPE):
         return True
     return any(tool.name == value.get("name") for tool in tools)

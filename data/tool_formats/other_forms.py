@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from data.tool_formats.fences import FENCE, code_end
-from data.tool_formats.json_calls import read_json
+from data.tool_formats.json_calls import ARGUMENT_KEYS, describes_tool, read_json
 from data.tool_formats.parts import Malformed
 from data.tool_formats.python_calls import bracket_end, read_arguments, statement_end
 from envs.types import ToolSpec
@@ -26,11 +26,8 @@ from envs.types import ToolSpec
 _MAX_TRIES = 32
 """Places at which brackets are tried: where none of them closes, each try reads the rest of the turn."""
 _NAMES = ("name", "tool", "tool_name", "function", "function_name", "action", "recipient_name")
-_ARGUMENTS = {"arguments", "parameters", "args", "kwargs", "params", "input", "tool_input", "action_input"}
 _WRAPPERS = ("function", "function_call", "tool_call", "tool_calls", "tool_uses")
 _BESIDES = {"id", "call_id", "type"}
-_TOLD = {"result", "results", "output", "observation", "response", "description"}
-"""Keys of an object that tells what a tool has answered, or what it does."""
 _VALUE = re.compile(rf"""{FENCE}|\{{(?=\s*["'}}])|\[(?=\s*\{{)""", re.MULTILINE)
 _INLINE = re.compile(r"(?<!`)`(?!`)[^`\n]+`(?!`)")
 _PREFIX = r"(?:functions\.|default_api\.)?"
@@ -83,7 +80,7 @@ def _named(value: Any, names: set[str]) -> Iterator[str]:
     if isinstance(value, list):
         for one in value:
             yield from _named(one, names)
-    if not isinstance(value, dict) or _TOLD & value.keys():
+    if not isinstance(value, dict) or describes_tool(value):
         return
     for key in _WRAPPERS:
         if isinstance(value.get(key), dict | list):
@@ -91,7 +88,7 @@ def _named(value: Any, names: set[str]) -> Iterator[str]:
     key = next((key for key in _NAMES if isinstance(value.get(key), str)), None)
     if key is None:
         return
-    has_arguments = bool(_ARGUMENTS & value.keys())
+    has_arguments = bool(ARGUMENT_KEYS & value.keys())
     is_known = value[key] in names and (has_arguments or value.keys() <= {key} | _BESIDES)
     if is_known or (has_arguments and not names):
         yield value[key]
