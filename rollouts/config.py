@@ -57,7 +57,9 @@ class RendererConfig(Section):
     name: str = "auto"
     """`auto`: the hand-written renderer of a known family where it agrees with the model's own chat template, else that
     template itself. Or `template`, or a family's name; --help of run_rollouts lists them."""
-    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "react"] = "auto"
+    tool_format: Literal[
+        "auto", "hermes", "qwen3_coder", "glm", "llama3_json", "pythonic", "mistral", "gemma", "harmony", "react"
+    ] = "auto"
     """How the model writes calls. `auto`: as the renderer's family or the chat template says."""
     thinking: Literal["keep", "follow"] = "keep"
     """When a new user message comes: `keep` all thinking in the stream, or `follow` a template that drops it, in a new

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from data.tool_formats.base import ToolFormat
+from data.tool_formats.gemma import GEMMA
+from data.tool_formats.glm import GLM
+from data.tool_formats.harmony import HARMONY
 from data.tool_formats.hermes import HERMES
 from data.tool_formats.llama3_json import LLAMA3_JSON
 from data.tool_formats.mistral import MISTRAL
@@ -13,7 +16,7 @@ from data.tool_formats.qwen3_coder import QWEN3_CODER
 from data.tool_formats.react import ReactFormat
 from data.tool_formats.turn import TextFormat
 
-_GRAMMARS = (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL)
+_GRAMMARS = (HERMES, QWEN3_CODER, GLM, LLAMA3_JSON, PYTHONIC, MISTRAL, GEMMA, HARMONY)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     **{own.name: TextFormat(own, [other for other in _GRAMMARS if other is not own]) for own in _GRAMMARS},
@@ -21,9 +24,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 }
 """Every format by its name."""
 
-# What only one format writes, the most telling first: Qwen3-Coder's template holds Hermes' tag too.
+# What only one format writes, the most telling first: Qwen3-Coder's template and GLM's hold Hermes' tag too.
 _SIGNS = (
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm"),
+    ("<|tool_call>", "gemma"),
+    ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call_start|>", "pythonic"),
     ("[func_name", "pythonic"),

@@ -72,6 +72,20 @@ def _gemma(calls: Sequence[Call]) -> str:
     return "".join(f"<|tool_call>call:{name}{fields(arguments)}<tool_call|>" for name, arguments in calls)
 
 
+def _harmony(calls: Sequence[Call]) -> str:
+    """As the family's chat template writes them."""
+    head = "<|start|>assistant to=functions."
+    return "".join(
+        f"{head}{name}<|channel|>commentary json<|message|>{_json(arguments)}<|call|>" for name, arguments in calls
+    )
+
+
+def _harmony_sampled(calls: Sequence[Call]) -> str:
+    """As the models write them."""
+    head = "<|start|>assistant<|channel|>commentary to=functions."
+    return "".join(f"{head}{name} <|constrain|>json<|message|>{_json(arguments)}<|call|>" for name, arguments in calls)
+
+
 def _llama3_json(calls: Sequence[Call]) -> str:
     return "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in calls)
 
@@ -125,6 +139,23 @@ FAMILIES = (
             '<|tool_call>call:f{"x":"1"}<tool_call|>',
         ),
     ),
+    Family(
+        "harmony",
+        _harmony,
+        (
+            "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{,}<|call|>",
+            '<|start|>assistant to=f<|channel|>commentary json<|message|>{"x": "a"}<|call|>',
+            '<|start|>assistant to=functions.f<|channel|>commentary json{"x": "a"}<|call|>',
+        ),
+    ),
+    Family(
+        "harmony",
+        _harmony_sampled,
+        (
+            "<|channel|>commentary to=functions.f <|constrain|>json<|message|>[1]<|call|>",
+            '<|channel|>commentary to=python <|constrain|>json<|message|>print("a")<|call|>',
+        ),
+    ),
     Family("llama3_json", _llama3_json, ('{"name": "f", "parameters": {,}}', '{"name": "f", "parameters": [1]}')),
     Family("pythonic", _pythonic, ("[f(x=1, x=2)]", "[f(x=g(1))]", "[f(1)]")),
     Family("mistral", _mistral_list, ('[TOOL_CALLS] [{"name": "f"; "arguments": {}}]', "[TOOL_CALLS] []")),
@@ -136,7 +167,7 @@ FAMILIES = (
 MARKS = (
     "</tool_call>", "<tool_call>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
     "<|python_tag|>", '"}}', ")]", "]", "{", "\\", "'", '"', "```json\n{", "# no comment", "\n", "; ", "Action: f()",
-    "</arg_value>", "<arg_key>", "<|tool_call>", "<tool_call|>",
+    "</arg_value>", "<arg_key>", "<|tool_call>", "<tool_call|>", "<|call|>", "<|channel|>", "<|end|>",
     "\nObservation: 5", "\nFinal answer: 1", "02134", "True", "null", "\U0001f378", " ",
 )  # fmt: skip
 texts = st.lists(st.sampled_from(MARKS) | st.text(max_size=6), max_size=4).map("".join)

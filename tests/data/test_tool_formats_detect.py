@@ -27,6 +27,11 @@ TEMPLATES = Path(trl.__file__).parent / "chat_templates"
         ("llama3_2", "llama3_json"),
         ("lfm2_2_5", "pythonic"),
         ("lfm2_v2", "pythonic"),
+        ("glm4moe", "glm"),
+        ("gemma4", "gemma"),
+        ("gemma4_v5", "gemma"),
+        ("diffusion_gemma", "gemma"),
+        ("gptoss", "harmony"),
         ("phi3", "hermes"),
     ],
 )

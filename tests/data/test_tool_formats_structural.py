@@ -22,7 +22,7 @@ LOOKUP = ToolSpec(
     },
 )
 NOW = ToolSpec(name="now", description="", parameters={"type": "object", "properties": {}})
-CONSTRAINED = [family for family in FAMILIES if family.format not in ("pythonic", "react")]
+CONSTRAINED = [family for family in FAMILIES if family.format not in ("pythonic", "gemma", "harmony", "react")]
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 END = 0
 
