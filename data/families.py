@@ -5,12 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+Writing = Literal["json", "arg_key", "parameter", "dsml", "own"]
+"""How a call's arguments are written, where the package's own parser reads it: as JSON, between tags (`arg_key`: GLM's,
+`parameter`: MiniMax's, `dsml`: DeepSeek V4's), or in a way of the family's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """
     tool_format: which of our formats reads its calls; None: the package's own parser.
+    writing: how arguments are written, where the package's own parser reads them.
     switch: its name for `enable_thinking`; None where it has none.
     named_results: a tool result is headed by the name of its tool.
     call_ids: how the family's models number their calls, where results are headed by the number.
@@ -21,6 +27,7 @@ class Family:
     """
 
     tool_format: str | None = None
+    writing: Writing = "json"
     switch: str | None = None
     named_results: bool = False
     call_ids: str | None = None
@@ -30,8 +37,8 @@ class Family:
 
 
 _QWEN_XML = Family(tool_format="qwen3_coder", switch="enable_thinking")
-_SWITCHED = Family(switch="enable_thinking")
-_LAGUNA = Family(switch="enable_thinking", forgets_separator=True)
+_GLM = Family(writing="arg_key", switch="enable_thinking")
+_LAGUNA = Family(writing="arg_key", switch="enable_thinking", forgets_separator=True)
 
 FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(tool_format="hermes", switch="enable_thinking"),
@@ -44,22 +51,22 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron-3-ultra": _QWEN_XML,
     "nemotron-3.5": _QWEN_XML,
     "llama-3": Family(tool_format="llama3_json", pinned={"date_string": "26 Jul 2024"}),
-    "glm-4.5": _SWITCHED,
-    "glm-5": _SWITCHED,
-    "glm-5.1": _SWITCHED,
-    "glm-5.3": Family(),
+    "glm-4.5": _GLM,
+    "glm-5": _GLM,
+    "glm-5.1": _GLM,
+    "glm-5.3": Family(writing="arg_key"),
     "deepseek-v3": Family(),
     "deepseek-r1": Family(),
-    "deepseek-v4": Family(switch="enable_thinking", between_results="</tool_result>\n\n<tool_result>"),
+    "deepseek-v4": Family(writing="dsml", switch="enable_thinking", between_results="</tool_result>\n\n<tool_result>"),
     "kimi-k2": Family(call_ids="functions.{name}:{number}"),
     "kimi-k2.5": Family(switch="thinking", call_ids="functions.{name}:{number}"),
-    "minimax-m2": Family(),
-    "gemma4": Family(switch="enable_thinking", named_results=True),
-    "hy3": Family(),
+    "minimax-m2": Family(writing="parameter"),
+    "gemma4": Family(writing="own", switch="enable_thinking", named_results=True),
+    "hy3": Family(writing="arg_key"),
     "laguna-xs.2": _LAGUNA,
     "laguna-m.1": _LAGUNA,
-    "laguna-xs-2.1": _SWITCHED,
-    "laguna-s-2.1": _SWITCHED,
+    "laguna-xs-2.1": Family(writing="arg_key", switch="enable_thinking"),
+    "laguna-s-2.1": Family(writing="arg_key", switch="enable_thinking"),
     "inkling": Family(named_results=True),
 }
 

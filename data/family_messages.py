@@ -4,14 +4,18 @@ headed as the family's models read them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from data.families import Family
 from data.family_tokenizer import FamilyTokenizer
 from envs.types import Message
 
-if TYPE_CHECKING:
-    from renderers import ParsedToolCall
+
+class Answered(NamedTuple):
+    """A call of a sampled turn, as far as its result is headed by it: its tool, and the id that the model wrote."""
+
+    name: str = ""
+    written_id: str = ""
 
 
 class FamilyMessages:
@@ -44,16 +48,18 @@ class FamilyMessages:
         headed = self._traits.named_results or self._traits.call_ids is not None
         return headed and any(message.role == "tool" for message in messages)
 
-    def answers(self, messages: Sequence[Message], calls: Sequence[ParsedToolCall]) -> list[dict[str, Any]]:
-        """What comes behind a sampled turn with these calls; results come in the order of the calls."""
+    def answers(self, messages: Sequence[Message], calls: Sequence[Answered]) -> list[dict[str, Any]]:
+        """What comes behind a sampled turn with these calls. A result answers the call of its id; where ids do not
+        match, results come in the order of the calls."""
         rows = [self._row(message, {}) for message in messages]
         results = [row for row in rows if row["role"] == "tool"]
-        for index, row in enumerate(results):
-            call = calls[index] if index < len(calls) else None
+        places = places_of([message.call_id or "" for message in messages if message.role == "tool"], calls)
+        for place, row in zip(places, results, strict=True):
+            call = calls[place] if place < len(calls) else Answered()
             if self._traits.named_results:
-                row["name"] = self._tokenizer.protect((call and call.name) or "unknown")
-            elif self._traits.call_ids is not None and call and call.id:
-                row["tool_call_id"] = self._tokenizer.protect(call.id)
+                row["name"] = self._tokenizer.protect(call.name or "unknown")
+            elif self._traits.call_ids is not None and call.written_id:
+                row["tool_call_id"] = self._tokenizer.protect(call.written_id)
         if self._traits.between_results is not None and len(results) > 1:
             joined = self._traits.between_results.join(row["content"] for row in results)
             return [results[0] | {"content": joined}, *(row for row in rows if row["role"] != "tool")]
@@ -79,3 +85,23 @@ class FamilyMessages:
         if message.call_id is not None:
             row["tool_call_id"] = protect(ids.get(message.call_id, message.call_id))
         return row
+
+
+def places_of(call_ids: Sequence[str], calls: Sequence[Answered]) -> list[int]:
+    """Which call each result answers: the one that wrote this id, or the one of that number where all ids are one name
+    numbered (`call_3_1`); else results stand in the order of their calls.
+
+    >>> places_of(["call_3_1", "call_3_0"], [Answered("f"), Answered("g")]), places_of(["x", "y"], [Answered("f")])
+    ([1, 0], [0, 1])
+    """
+    in_order = list(range(len(call_ids)))
+    written = {call.written_id: place for place, call in enumerate(calls) if call.written_id}
+    named = {call_id.rpartition("_")[0] for call_id in call_ids}
+    numbers = [call_id.rpartition("_")[2] for call_id in call_ids]
+    if all(call_id in written for call_id in call_ids):
+        found = [written[call_id] for call_id in call_ids]
+    elif len(named) == 1 and all(number.isdecimal() and len(number) < 4 for number in numbers):
+        found = list(map(int, numbers))
+    else:
+        return in_order
+    return found if len({*found}) == len(found) and max(found, default=0) < len(calls) else in_order

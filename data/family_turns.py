@@ -1,111 +1,132 @@
 """What a family's own parser found in a sampled turn, in our terms.
 
-For the families whose calls none of our formats reads: GLM, DeepSeek, Kimi, MiniMax, Gemma, Hunyuan, Laguna, Inkling.
-The package keeps every attempt at a call with its status; here it becomes a call, or a line that tells the model how
-to write one. The same rules as our formats': an unknown name is a call (the environment answers it), a value that is
-not of its type stays as it was written (the schema check answers it), what a cut left unfinished is neither.
+For the families whose calls none of our formats reads: DeepSeek, Kimi, MiniMax, Hunyuan, Laguna, Inkling. The package
+keeps every attempt at a call with its status; `data/family_calls.py` makes a call or an error of each. Here is what
+concerns the whole turn. The same rules as our formats': an unknown name is a call (the environment answers it), what a
+cut left unfinished is neither, and no call is dropped: calls in a second section are read too, and one that the package
+does not see, or that is written in another form, is answered with an error.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from data.tool_formats.base import CallError, ParsedTurn
+from data.families import Writing
+from data.family_calls import bodies, call_error, read_call
+from data.jsonl import plain_json
+from data.tool_formats.base import ParsedTurn
+from data.tool_formats.hermes import HERMES
+from data.tool_formats.llama3_json import LLAMA3_JSON
+from data.tool_formats.mistral import MISTRAL
+from data.tool_formats.pythonic import PYTHONIC
+from data.tool_formats.qwen3_coder import QWEN3_CODER
+from data.tool_formats.turn import calls_elsewhere
 from data.types import FinishReason
-from envs.types import ToolCall
+from envs.types import ToolSpec
 
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
-_SURROGATES = re.compile("[\ud800-\udfff]")
-_REASONS = {
-    "invalid_json": "its arguments are no valid JSON",
-    "unclosed_block": "it has no end",
-    "missing_name": "it names no tool",
-    "malformed_structure": "it is not of the right form",
-}
+_OTHER_FORMS = (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL)
+_LEFT_OUT = "it stands where no call is read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a family writes its calls.
+
+    example: one, for a model that wrote it in another way.
+    opener: the control token with which each begins, and which stands nowhere else.
+    around: control tokens that enclose them all.
+    ends_thinking, opens_thinking: the control tokens that do so.
+    """
+
+    writing: Writing
+    example: str
+    opener: int | None = None
+    around: frozenset[int] = frozenset()
+    ends_thinking: frozenset[int] = frozenset()
+    opens_thinking: frozenset[int] = frozenset()
 
 
 def read_response(
-    read: Callable[[], ParsedResponse], text: str, *, call_id_prefix: str, finish_reason: FinishReason, example: str
+    read: Callable[[Sequence[int]], ParsedResponse],
+    token_ids: Sequence[int],
+    text: str,
+    *,
+    form: CallForm,
+    tools: Sequence[ToolSpec],
+    call_id_prefix: str,
+    finish_reason: FinishReason,
 ) -> ParsedTurn:
     """The turn that `read` parses; it never raises for what a model wrote.
 
     Args:
-        text: the turn as text, for when `read` itself fails.
-        example: a call as the family writes it.
+        token_ids: the turn without its stop token.
+        text: the same as text, for when `read` itself fails.
     """
     try:
-        response = read()
+        response, left_out = read_all(read, token_ids, form)
     except Exception as error:  # whatever the package's parser does with what a model wrote
         reason = f"it could not be read ({type(error).__name__})"
-        return ParsedTurn(content=_clean(text), calls=(_call_error(f"{call_id_prefix}_0", reason, example),))
-    thinking = _clean(response.reasoning_content or "").strip()
+        return ParsedTurn(content=plain_json(text), calls=(call_error(f"{call_id_prefix}_0", reason, form.example),))
+    thinking = plain_json(response.reasoning_content or "").strip()
     if response.reasoning_complete is False:
         return ParsedTurn(content="", calls=(), thinking=thinking, thinking_open=True)
-    attempts = list(response.tool_calls)
-    calls = [_call(attempt, f"{call_id_prefix}_{index}", example) for index, attempt in enumerate(attempts)]
-    if finish_reason == "length" and attempts and attempts[-1].status in ("unclosed_block", "malformed_structure"):
+    attempts, was_cut = list(response.tool_calls), finish_reason == "length"
+    texts, reasons = bodies(attempts, form.writing)
+    calls = [
+        read_call(
+            attempt,
+            body,
+            writing=form.writing,
+            tools=tools,
+            call_id=f"{call_id_prefix}_{index}",
+            example=form.example,
+        )
+        for index, (attempt, body) in enumerate(zip(attempts, texts, strict=True))
+    ]
+    content = plain_json(response.content)
+    if was_cut and attempts and attempts[-1].status in ("unclosed_block", "malformed_structure"):
         calls.pop()
-    content = _clean(response.content)
-    return ParsedTurn(content=content.strip() if attempts else content, calls=tuple(calls), thinking=thinking)
+    elif not was_cut:
+        reasons += [_LEFT_OUT] * left_out
+        if not attempts and not reasons:
+            reasons = [bad.reason for bad in calls_elsewhere(content, _OTHER_FORMS, tools)]
+    calls += [
+        call_error(f"{call_id_prefix}_{number}", reason, form.example)
+        for number, reason in enumerate(reasons, start=len(calls))
+    ]
+    return ParsedTurn(content=content.strip() if attempts or calls else content, calls=tuple(calls), thinking=thinking)
 
 
-def _call(attempt: ParsedToolCall, call_id: str, example: str) -> ToolCall | CallError:
-    reason = _REASONS.get(attempt.status.value)
-    if isinstance(attempt.arguments, Mapping) and attempt.status.value == "invalid_json":
-        reason = None  # a value that is no JSON of its type, kept as text
-    if reason is None and not attempt.name:
-        reason = _REASONS["missing_name"]
-    if reason is None and not isinstance(attempt.arguments, Mapping):
-        reason = "its arguments are no JSON object"
-    if reason is None and not _is_finite(attempt.arguments):
-        reason = "NaN and Infinity are no JSON numbers"
-    if reason is not None:
-        return _call_error(call_id, reason, example)
-    assert attempt.name is not None
-    assert isinstance(attempt.arguments, Mapping)
-    arguments = {key: _untrimmed(attempt.raw, key, value) for key, value in attempt.arguments.items()}
-    return ToolCall(call_id=call_id, name=_clean(attempt.name), arguments=_clean_all(arguments))
+def read_all(
+    read: Callable[[Sequence[int]], ParsedResponse], token_ids: Sequence[int], form: CallForm
+) -> tuple[ParsedResponse, bool]:
+    """What the package reads in all sections of calls, and whether it left a call out."""
+    response = read(token_ids)
+    if response.reasoning_complete is False or form.opener not in token_ids:
+        return response, False
+    end = _end_of(response.tool_calls)
+    rest = token_ids[end:]
+    # The package reads one section: the calls of a later one become calls of the first.
+    if end and form.opener in rest and not form.opens_thinking.intersection(rest):
+        token_ids = [*token_ids[:end], *(token for token in rest if token not in form.around)]
+        response = read(token_ids)
+    thought = [place for place, token in enumerate(token_ids) if token in form.ends_thinking]
+    if response.reasoning_content and not thought:
+        return response, False  # it cannot be told where the thinking ended
+    spans = [call.token_span for call in response.tool_calls]
+    begin = min((start for start, _ in filter(None, spans)), default=len(token_ids))
+    begin = max((place for place in thought if place < begin), default=0)
+    read_places = {place for span in spans if span for place in range(*span)}
+    openers = (place for place, token in enumerate(token_ids) if token == form.opener)
+    return response, any(place >= begin and place not in read_places for place in openers)
 
 
-def _untrimmed(raw: str, key: str, value: Any) -> Any:
-    """A text as the model wrote it between its tags. The package trims it: the indentation of a line of code, or the
-    line break at the end of a file, would be lost."""
-    if not isinstance(value, str):
-        return value
-    written = (
-        rf"(?<=[>\s\"']){re.escape(key)}\s*(?:</arg_key[^<>]*>\s*<arg_value[^<>]*>|\">)(\s*{re.escape(value)}\s*)</"
-    )
-    found = re.search(written, raw)
-    return found[1] if found else value
-
-
-def _call_error(call_id: str, reason: str, example: str) -> CallError:
-    return CallError(
-        call_id=call_id, text=f"This tool call was not run: {reason}. A call is written like this: {example}"
-    )
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    return all(map(_is_finite, value)) if isinstance(value, list) else True
-
-
-def _clean(text: str) -> str:
-    """Half a surrogate pair is no character; JSON may still spell one."""
-    return _SURROGATES.sub("\ufffd", text)
-
-
-def _clean_all(value: Any) -> Any:
-    if isinstance(value, str):
-        return _clean(value)
-    if isinstance(value, Mapping):
-        return {_clean(str(key)): _clean_all(item) for key, item in value.items()}
-    return [_clean_all(item) for item in value] if isinstance(value, Sequence) else value
+def _end_of(calls: Sequence[ParsedToolCall]) -> int:
+    """The place behind the last call; 0 where there is none, or its place is not known."""
+    spans = [call.token_span for call in calls]
+    return max((end for _, end in filter(None, spans)), default=0)
