@@ -42,6 +42,11 @@ _NAME = re.compile(r"\s*([^<{\n]*[^<{\s])\s*")
 _PAIR = re.compile(rf"{_KEY}([^<\n]*)</arg_key>\s*{_VALUE}")
 _STRUCTURAL_END = re.compile(rf"{_END}(?=\s*(?:{_KEY}|{_CLOSE}))")
 _JSON = {"array", "object", "null"}
+# What stands outside values. A call that begins in one is quoted; one that ends there shows that it was never closed.
+_OUTSIDE = re.compile(
+    rf"(?P<value>{_VALUE}(?:(?!{_OPEN}|{_CLOSE}).)*?(?:{_OPEN}.*?)?{_STRUCTURAL_END.pattern})|{_OPEN}|{_CLOSE}",
+    re.DOTALL,
+)
 
 
 def _read(reading: Reading, found: re.Match[str]) -> Block:
@@ -49,7 +54,11 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
     try:
         call, end = _read_call(text, found.end(), reading.tools)
     except Malformed as error:
-        return rest_of_block(reading, error, opener=_OPENER, end=behind(text, _CLOSE, error.place))
+        # Beyond the error there may be values, and calls in them that must not run.
+        outside = (marker.start() for marker in _OUTSIDE.finditer(text, error.place) if not marker["value"])
+        place = next(outside, len(text))
+        error = Malformed(error.reason, place, at_end=error.at_end)
+        return rest_of_block(reading, error, opener=_OPENER, end=behind(text, _CLOSE, place))
     return Block((call,), end)
 
 
