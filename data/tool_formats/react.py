@@ -56,6 +56,7 @@ LABEL = re.compile(
 _MARKER = re.compile(f"(?P<think><think>)|{LABEL.pattern}", LABEL.flags)
 _ACTION = re.compile(r"`?(?P<name>[^\s()\[\]{}:`]+)`?[ \t]*(?P<bracket>[(\[])?")
 _INPUT = re.compile(r"\s*(?:\*\*)?action input[ \t]*+\d*+(?:\*\*)?[ \t]*+:(?:\*\*)?[ \t]*", re.IGNORECASE)
+_OBJECT = re.compile(r"""\s*\{\s*(?:["'].*)?\}\s*""", re.DOTALL)
 _SQUARE = re.compile(r"[\[\]]")
 
 
@@ -159,6 +160,8 @@ def _in_parentheses(text: str, start: int, tool: ToolSpec | None) -> tuple[dict[
         raise Malformed(str(error), end) from error
     if len(positional) == 1 and not named and isinstance(positional[0], dict):
         return positional[0], end
+    if len(positional) == 1 and not named and isinstance(positional[0], str):
+        _refuse_object(positional[0], end)
     return _by_position(positional, named, tool, end), end
 
 
@@ -214,10 +217,12 @@ def _mapping(value: Any, place: int) -> dict[str, Any]:
 def _words(body: str, tool: ToolSpec | None, place: int) -> dict[str, Any]:
     """Arguments in plain text, in the order of the tool's schema, typed by it."""
     names = _names(tool)
-    if not body.strip():
+    body = body.strip()
+    if not body:
         return {}
+    _refuse_object(body if (quoted := _unquoted(body)) is None else quoted, place)
     if tool is None:
-        return {"input": body.strip()}  # which argument it is nobody knows; the environment knows no such tool
+        return {"input": body}  # which argument it is nobody knows; the environment knows no such tool
     arguments: dict[str, Any] = {}
     for position, piece in enumerate([body] if len(names) == 1 else pieces(body)):
         keyword = KEYWORD.match(piece)
@@ -233,16 +238,27 @@ def _words(body: str, tool: ToolSpec | None, place: int) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not NotGiven}
 
 
+def _refuse_object(text: str, place: int) -> None:
+    """All arguments of a call as a text that looks like an object: it is no JSON, or it stands in quotes. The tool's
+    first argument would take it for its value."""
+    if _OBJECT.fullmatch(text):
+        raise Malformed("the arguments must be a JSON object, not a string that looks like one", place)
+
+
 def _word(text: str, tool: ToolSpec, name: str) -> Any:
     """One argument: what stands in quotes is that text."""
-    if text[:1] in ("'", '"'):
-        try:
-            positional, _ = read_arguments(text)
-        except ValueError:
-            positional = []
-        if len(positional) == 1 and isinstance(positional[0], str):
-            return positional[0]
-    return typed(text, tool, name)
+    return typed(text, tool, name) if (quoted := _unquoted(text)) is None else quoted
+
+
+def _unquoted(text: str) -> str | None:
+    """The text that stands in quotes; None where none does."""
+    if text[:1] not in ("'", '"'):
+        return None
+    try:
+        positional, named = read_arguments(text)
+    except ValueError:
+        return None
+    return positional[0] if len(positional) == 1 and not named and isinstance(positional[0], str) else None
 
 
 def _by_position(

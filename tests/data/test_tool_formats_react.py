@@ -84,6 +84,34 @@ def test_an_action_that_cannot_be_read_is_an_error_and_the_next_one_is_whole(act
     assert as_pairs([call]) == [("now", {})]
 
 
+@pytest.mark.parametrize(
+    "action",
+    [
+        r'search\nAction Input: "{\"query\": \"a\"}"'.replace(r"\n", "\n"),
+        r'post\nAction Input: "{\"zip\": \"a\"}"'.replace(r"\n", "\n"),
+        r'search("{\"query\": \"a\"}")',
+        """search('{"query": "a"}')""",
+        'search("""\n{\'query\': 1}\n""")',
+        r'search["{\"query\": \"a\"}"]',
+        "search[{'query': 'a'}]",
+        'search("{}")',
+        r'nothing("{\"query\": \"a\"}")',
+    ],
+)
+def test_an_object_written_as_a_string_is_an_error_b02(action: str) -> None:
+    failed, call = parse(f"Action: {action}\nAction: now()").calls
+    assert isinstance(failed, CallError)
+    assert "must be a JSON object, not a string" in failed.text
+    assert as_pairs([call]) == [("now", {})]
+
+
+def test_an_argument_that_is_named_may_be_the_text_of_an_object_b02() -> None:
+    for action in ("search(query='{\"a\": 1}')", "search[query='{\"a\": 1}']", r'search({"query": "{\"a\": 1}"})'):
+        assert as_pairs(parse(f"Action: {action}").calls) == [("search", {"query": '{"a": 1}'})]
+    for text in ("{a} or {b}", "what is {'a': 1} in Python?", "{'a': 1} or {'b'"):
+        assert as_pairs(parse(f"Action: search[{text}]").calls) == [("search", {"query": text})]
+
+
 def test_an_observation_that_the_model_invents_is_dropped() -> None:
     invented = "\nObservation: 70\nThought: I have it.\nAction: multiply[70, 2]\nFinal answer: 140"
     turn = parse(f"Thought: So.\nAction: multiply[17.5, 4]{invented}")
