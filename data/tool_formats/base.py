@@ -14,6 +14,8 @@ Arguments
     An object. Missing: `{}`. `null`, a list, or an object written as a JSON string: a `CallError`. So is a key that
     stands twice, one that the format does not know, a number that is not finite or has thousands of digits, and what
     is nested more than 64 deep. Half a surrogate pair becomes U+FFFD. The same call twice is two calls.
+    Where the schema says integer and not number, a number without a fraction is that integer, however it is written:
+    `5.0` is 5. Where values are written without types, `values` says what the schema makes of them, also of nothing.
 Markers inside values
     A marker, bracket, quote or fence inside a string ends nothing.
 Thinking
@@ -89,7 +91,7 @@ class ToolFormat(Protocol):
             call_id_prefix: call ids are `{call_id_prefix}_0`, `_1`, …
             finish_reason: a turn that was cut ("length") may end inside a call; that is no error of the policy's, so
                 the unfinished call is neither a call nor a `CallError`.
-            tools: their schemas say which type a value has that is written without one (XML).
+            tools: their schemas say which type a value has that is written without one (XML), and what is an integer.
             in_thinking: the prompt opened the thinking already.
         """
         ...

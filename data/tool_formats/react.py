@@ -90,7 +90,7 @@ class ReactFormat:
                 draft.calls += calls_elsewhere(draft.content, self._others, tools)
             elif not labels & {"final answer", "answer"}:
                 draft.calls.append(Bad("no line begins with Action or Final answer"))
-        return draft.finished(call_id_prefix, HOW_TO)
+        return draft.finished(call_id_prefix, HOW_TO, tools)
 
     def structural_tag(self, tools: Sequence[ToolSpec]) -> None:
         """None: its calls have no opener that prose cannot hold."""

@@ -21,6 +21,7 @@ from data.tool_formats.parts import Malformed as Malformed
 from data.tool_formats.parts import is_over as is_over
 from data.tool_formats.parts import shown as shown
 from data.tool_formats.parts import skip_blank as skip_blank
+from data.tool_formats.values import whole_numbers
 from data.types import FinishReason
 from envs.types import ToolCall, ToolSpec
 
@@ -90,7 +91,7 @@ class TextFormat:
         draft = read_turn(reading, self._grammar, in_thinking=in_thinking)
         if not reading.was_cut and not draft.calls and not draft.thinking_open:
             draft.calls += calls_elsewhere(draft.content, self._others, tools)
-        return draft.finished(call_id_prefix, self._grammar.how_to)
+        return draft.finished(call_id_prefix, self._grammar.how_to, tools)
 
     def structural_tag(self, tools: Sequence[ToolSpec]) -> str | None:
         if not tools or self._grammar.tags is None:
@@ -130,13 +131,15 @@ class Draft:
         self.thoughts += [thought.strip()] if thought.strip() else []
         return len(text) if end < 0 else end + len(closer)
 
-    def finished(self, call_id_prefix: str, how_to: str) -> ParsedTurn:
-        """The turn, its calls with their ids."""
+    def finished(self, call_id_prefix: str, how_to: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+        """The turn, its calls with their ids, its whole numbers as the tools' schemas want them."""
+        known = {tool.name: tool for tool in tools}
         calls = []
         for number, call in enumerate(self.calls):
             call_id = f"{call_id_prefix}_{number}"
             if isinstance(call, Call):
-                calls.append(ToolCall(call_id=call_id, name=call.name, arguments=call.arguments))
+                arguments = whole_numbers(call.arguments, known.get(call.name))
+                calls.append(ToolCall(call_id=call_id, name=call.name, arguments=arguments))
             else:
                 line = f"error: malformed tool call: {call.reason}; write {how_to}"
                 calls.append(CallError(call_id=call_id, text=line))

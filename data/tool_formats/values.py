@@ -1,4 +1,5 @@
-"""Values that are written as plain text, typed by the tool's schema: the text between two XML tags, a word in brackets.
+"""Values typed by the tool's schema: what is written as plain text (between two XML tags, a word in brackets), and
+numbers of any form.
 
 Text stays text unless the schema wants something else and the text is exactly that. What is not stays text too, so that
 the schema check tells the model what was wanted (a date where an integer belongs).
@@ -7,16 +8,19 @@ the schema check tells the model what was wanted (a date where an integer belong
     string              02134 / true / ""    "02134" / "true" / ""
     integer             5.0 / 2026-01-15     5 / "2026-01-15"
     integer or string   5 / 02134            5 / "02134"
-    string or null      None / null          None
+    string or null      None / null / ""     None / None / ""
+    integer or null     None / ""            None / not given (None, where it is required)
     boolean             True / yes           True / "yes"
     array, object       [1, 2]               [1, 2]
     no string           "" / None            not given
     nothing said        5                    "5"
+
+`nullable`, a list of types and `anyOf` say alike that null is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -26,7 +30,10 @@ from envs.types import ToolSpec
 
 _NOTHING = {"", "null", "none"}
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-_MAX_REFERENCES = 16
+_MAX_SCHEMAS = 256
+"""That one value may be read by: a schema may refer to others without end."""
+_LAST_EXACT = 2**53
+"""Up to here a float is the whole number that was written."""
 
 
 class NotGiven:
@@ -45,7 +52,7 @@ def typed(text: str, tool: ToolSpec | None, parameter: str) -> Any:
         return text
     bare = text.strip()
     if bare.lower() in _NOTHING:
-        if "null" in types and bare:
+        if "null" in types and (bare or ("string" not in types and _is_required(tool, parameter))):
             return None
         return text if "string" in types else NotGiven
     if "boolean" in types and bare.lower() in ("true", "false"):
@@ -64,7 +71,43 @@ def types_of(tool: ToolSpec | None, parameter: str) -> set[str]:
     root = tool.parameters if tool else {}
     properties = root.get("properties")
     schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return _types(schema, root, _MAX_REFERENCES)
+    return _types(_alternatives([schema], root))
+
+
+def whole_numbers(arguments: Mapping[str, Any], tool: ToolSpec | None) -> Mapping[str, Any]:
+    """The arguments, with an integer wherever the schema wants one and the model wrote it as `5.0`.
+
+    A float of more than 15 digits may be another number than the one that was written: it stays.
+
+    >>> tool = ToolSpec(name="f", description="", parameters={"properties": {"n": {"type": "integer"}}})
+    >>> whole_numbers({"n": 5.0, "m": 5.0}, tool)
+    {'n': 5, 'm': 5.0}
+    """
+    return _whole(arguments, [tool.parameters], tool.parameters) if tool else arguments
+
+
+def _whole(value: Any, schemas: Iterable[Any], root: Mapping[str, Any]) -> Any:
+    if not isinstance(value, float | list | Mapping):
+        return value
+    found = _alternatives(schemas, root)
+    if isinstance(value, float):
+        types = _types(found)
+        is_whole = value.is_integer() and abs(value) <= _LAST_EXACT
+        return int(value) if is_whole and "integer" in types and "number" not in types else value
+    if isinstance(value, list):
+        items = [one.get("items") for one in found]
+        return [_whole(item, items, root) for item in value]
+    return {key: _whole(item, [_property(one, key) for one in found], root) for key, item in value.items()}
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    properties = schema.get("properties")
+    named = properties.get(name) if isinstance(properties, Mapping) else None
+    return schema.get("additionalProperties") if named is None else named
+
+
+def _is_required(tool: ToolSpec | None, parameter: str) -> bool:
+    return tool is not None and parameter in _several(tool.parameters.get("required"))
 
 
 def _as_json(text: str) -> Any:
@@ -75,21 +118,38 @@ def _as_json(text: str) -> Any:
     return value if end == len(text) else None
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
-    """All JSON types that a schema may take; empty where it does not say."""
-    if not isinstance(schema, Mapping) or references == 0:
-        return set()
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_referred(root, reference), root, references - 1)
+def _alternatives(schemas: Iterable[Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schemas, and all that they refer to or combine."""
+    waiting, found = list(schemas), dict[int, Mapping[str, Any]]()
+    while waiting and len(found) < _MAX_SCHEMAS:
+        schema = waiting.pop()
+        if not isinstance(schema, Mapping) or id(schema) in found:
+            continue
+        found[id(schema)] = schema
+        if isinstance(reference := schema.get("$ref"), str):
+            waiting.append(_referred(root, reference))
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += _several(schema.get(key))
+    return list(found.values())
+
+
+def _types(schemas: Sequence[Mapping[str, Any]]) -> set[str]:
+    """All JSON types that schemas may take; empty where they do not say."""
+    types = {name for schema in schemas for name in _own_types(schema)}
+    nullable = any(schema.get("nullable") is True for schema in schemas)
+    return types | {"null"} if types and nullable else types
+
+
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
     declared = schema.get("type")
     if declared is not None:
-        return {declared} if isinstance(declared, str) else {str(one) for one in declared}
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    types = {"null" if value is None else _JSON_TYPES.get(type(value), "") for value in values}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key, ()):
-            types |= _types(one, root, references - 1)
-    return types
+        return {declared} if isinstance(declared, str) else {str(one) for one in _several(declared)}
+    values = _several(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
+    return {"null" if value is None else _JSON_TYPES.get(type(value), "") for value in values}
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _referred(root: Mapping[str, Any], reference: str) -> Any:

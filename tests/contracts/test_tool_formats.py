@@ -222,6 +222,18 @@ def test_json_that_names_no_tool_is_an_answer(family: Family) -> None:
         assert parse(family, answer) == ParsedTurn(content=answer, calls=())
 
 
+@settings(no_clock, max_examples=20)
+@given(number=st.integers(-(2**53), 2**53))
+def test_a_whole_number_is_the_integer_that_the_schema_wants_b08(family: Family, number: int) -> None:
+    """However it is written; a number stays the float that it was."""
+    properties = {"x": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "y": {"type": "number"}}
+    tool = ToolSpec(name="f", description="", parameters={"type": "object", "properties": properties})
+    text = family.write([("f", {"x": float(number), "y": float(number)})])
+    ((_, arguments),) = as_pairs(parse(family, text, tools=[tool]).calls)
+    assert arguments == {"x": number, "y": number}
+    assert [type(value) for value in arguments.values()] == [int, float]
+
+
 def test_half_a_surrogate_pair_is_replaced_b15(family: Family) -> None:
     turn = parse(family, family.write([("f", {"x": "\ud83c\udf78 \ud83c"})]))
     (call,) = as_pairs(turn.calls)

@@ -91,6 +91,14 @@ def test_an_empty_tag_is_not_given_unless_it_is_a_text_b14() -> None:
         ({"oneOf": [{"$ref": "#/$defs/Id"}, {"type": "null"}]}, "7", 7),
         ({"$ref": "#/$defs/Place"}, '{"zip": "02134"}', {"zip": "02134"}),
         ({"$ref": "#/$defs/Nothing"}, "7", "7"),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"type": "integer", "nullable": True}, "5.0", 5),
+        ({"$ref": "#/$defs/Id", "nullable": True}, "None", None),
+        ({"type": "array", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": True}, "", ""),
+        ({"type": "string", "nullable": False}, "null", "null"),
+        ({"nullable": True}, "null", "null"),
         ({"enum": [1, 2]}, "2", 2),
         ({"enum": ["1", "2"]}, "2", "2"),
         ({"const": True}, "true", True),
@@ -107,6 +115,25 @@ def test_values_have_the_type_of_their_schema_b08(schema: Any, text: str, value:
     call = only(f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>", spec(x=schema))
     assert call.arguments == {"x": value}
     assert type(call.arguments["x"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "nullable": True},
+        {"type": ["integer", "null"]},
+        {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        {"oneOf": [{"$ref": "#/$defs/Id"}, {"const": None}]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("text", ["null", "None", "", "\n\n"])
+def test_nothing_is_null_where_the_schema_requires_a_value_that_may_be_null_b08_b14(schema: Any, text: str) -> None:
+    tool = spec(x=schema)
+    required = ToolSpec(name="f", description="", parameters={**tool.parameters, "required": ["x"]})
+    call = f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>"
+    assert only(call, required).arguments == {"x": None}
+    assert only(call, tool).arguments == ({"x": None} if text.strip() else {})
 
 
 def test_a_schema_that_refers_to_itself_ends() -> None:
