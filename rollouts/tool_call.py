@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from data.tool_formats.base import CallError
 from envs.base import Session, TransientToolError
@@ -19,6 +19,8 @@ from envs.sandbox.base import SandboxError
 from envs.tools import call_error
 from envs.types import ToolCall, ToolResult, ToolSpec
 from rollouts.observations import clean, observe
+
+T = TypeVar("T")
 
 _LARGE = 100_000
 """Characters."""
@@ -134,20 +136,33 @@ async def _try(
     """One try, its content as text; None where the deadline passed, which is kept as long as the tool does not block
     the thread."""
     clock = asyncio.timeout(timeout_s)
-    result: ToolResult | None = None
     try:
         async with clock:
-            result = await held.watch(session.call(call))
+            returned = await held.watch(_checked(session, session.call(call), Coroutine, "be an async function"))
     except TimeoutError:
         if not clock.expired():  # the tool's own: a failure like any other
             raise
-    if result is None or clock.expired():  # also where the tool swallowed it, and gave a result after all
         return None
+    if clock.expired():  # the tool swallowed it, and gave a result after all
+        return None
+    result = _checked(session, returned, ToolResult, "return a ToolResult")
     # Whatever the tool calls it, the answer is to this call.
     content: object = result.content
     # Megabytes take a second to clean and to cut: beside the loop, so that no other trajectory waits for it.
     text = await asyncio.to_thread(observe, content) if _is_large(content) else observe(content)
     return replace(result, call_id=call.call_id, content=text)
+
+
+def _checked(session: Session, value: object, kind: type[T], must: str) -> T:
+    """What a session gave, which no type checker has to have seen.
+
+    Raises:
+        TypeError: it is of another type; the message says what a session must do.
+    """
+    if isinstance(value, kind):
+        return value
+    given = "None" if value is None else f"a value of type {type(value).__name__}"
+    raise TypeError(f"{type(session).__name__}.call gave {given}; a session's call must {must}")
 
 
 def _is_large(content: object) -> bool:

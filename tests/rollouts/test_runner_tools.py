@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from data.types import Source
@@ -123,6 +126,56 @@ class ForeignSession(DeskSession):
 def test_an_answer_is_to_the_call_that_was_made() -> None:
     trajectory = attempt(ScriptedEngine([say("", ("echo", "x")), say("ok")]), env=Foreign())
     assert [(result.call_id, result.content) for result in observations(trajectory)] == [("call_0_0", "hi")]
+
+
+class Untyped(Desk):
+    """A session that no type checker has seen: its call gives whatever `answer` gives."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self._answer = answer
+
+    def session(self, task: Task, sandbox: Sandbox) -> Any:
+        session = UntypedSession(task, sandbox)
+        session.answer = self._answer
+        return session
+
+
+class UntypedSession(DeskSession):
+    answer: Callable[[], Any]
+
+    def call(self, call: ToolCall) -> Any:
+        return self.answer()
+
+
+async def later(given: Any) -> Any:
+    return given
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda: later(None), "gave None; a session's call must return a ToolResult"),
+        (lambda: later({"content": "x"}), "gave a value of type dict; a session's call must return a ToolResult"),
+        (lambda: later("x"), "gave a value of type str; a session's call must return a ToolResult"),
+        (lambda: later(later("x")), "gave a value of type coroutine; a session's call must return a ToolResult"),
+        (lambda: None, "gave None; a session's call must be an async function"),
+        (
+            lambda: ToolResult(call_id="c", content="x"),
+            "gave a value of type ToolResult; a session's call must be an async function",
+        ),
+    ],
+    ids=["None", "dict", "str", "coroutine", "nothing to await", "not async"],
+)
+@pytest.mark.filterwarnings("ignore:coroutine 'later' was never awaited")
+def test_a_session_that_gives_no_result_is_told_what_it_must_return(answer: Callable[[], Any], told: str) -> None:
+    """It is a failure of the tool, in one line; the trajectory goes on."""
+    trajectory = attempt(ScriptedEngine([say("", ("echo", "x")), say("ok")]), env=Untyped(answer))
+    (result,) = observations(trajectory)
+    assert result.content == f"error: echo failed: TypeError: UntypedSession.call {told}"
+    assert (result.is_error, result.failed) == (True, True)
+    (failure,) = trajectory.turns[0].tool_failures
+    assert failure.rstrip().endswith(told)
+    assert trajectory.stop_reason is StopReason.FINAL_ANSWER
 
 
 class Wordy(Desk):

@@ -6,9 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +97,32 @@ def test_a_tool_whose_deadline_passed_may_put_its_things_away() -> None:
     trajectory = attempt(ScriptedEngine([say("", ("echo", "x")), say("ok")]), env=Answering(hang), tool_timeout_s=0.1)
     assert [result.content for result in observations(trajectory)] == ["error: echo gave no result within 0.1 s"]
     assert put_away == ["call_0_0"]
+
+
+@pytest.mark.parametrize("given", [None, {"content": "x"}, "x"], ids=["None", "dict", "str"])
+def test_what_gives_no_result_has_not_missed_its_deadline(given: Any) -> None:
+    """A session that returns something else is a fault of the tool: it is not tried again, and nobody waited."""
+    tries: list[str] = []
+
+    async def answer(call: ToolCall) -> Any:
+        tries.append(call.call_id)
+        return given
+
+    trajectory = attempt(ScriptedEngine([say("", ("echo", "x")), say("ok")]), env=Answering(answer), tool_retries=3)
+    assert tries == ["call_0_0"]
+    row = summarise([trajectory])
+    assert (row["tools/deadlines"], row["tools/errors"], row["tools/failures"], row["tools/retries"]) == (0, 1, 1, 0)
+
+
+def test_what_gives_no_result_after_its_deadline_has_missed_it() -> None:
+    async def swallow(call: ToolCall) -> Any:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    trajectory = attempt(
+        ScriptedEngine([say("", ("echo", "x")), say("ok")]), env=Answering(swallow), tool_timeout_s=0.1
+    )
+    assert [result.content for result in observations(trajectory)] == ["error: echo gave no result within 0.1 s"]
 
 
 def test_each_retry_waits_twice_as_long() -> None:

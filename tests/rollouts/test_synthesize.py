@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -221,3 +222,20 @@ def test_a_tool_that_fails_by_itself_stops_the_work_with_its_cause() -> None:
     """A conversation that shows it would teach that the tool is broken."""
     with pytest.raises(RuntimeError, match=r"(?s)^task train-0-0: a tool failed.*RuntimeError: a fault of the env"):
         make(Crashing(), Desk().tasks("train", 1, 0))
+
+
+class Forgetful(Waiting):
+    """Its session's call has no return statement."""
+
+    def session(self, task: Task, sandbox: Sandbox) -> ForgetfulSession:
+        return ForgetfulSession(task, sandbox)
+
+
+class ForgetfulSession(DeskSession):
+    async def call(self, call: ToolCall) -> Any:
+        pass
+
+
+def test_a_session_that_returns_nothing_stops_the_work_with_what_it_must_return() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)^task train-0-0: a tool failed.*call must return a ToolResult"):
+        make(Forgetful(), Desk().tasks("train", 1, 0))
