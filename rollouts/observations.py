@@ -1,4 +1,5 @@
-"""What a tool returned → the text that a model reads: one text form for any type, one rule of cleaning, one way to cut.
+"""What a tool returned → the text that a model reads: one text form for any type, one rule of cleaning, one way to cut
+(`cut_text.py`).
 
 It is the same for warm-start data, training and evaluation. What a call *is* (its deadline, its failures) is in
 `tool_call.py`; that no text becomes a control token is the renderer's work.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -18,35 +19,33 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rollouts.cut_text import CHARS_A_TOKEN, cut_text
+
 MAX_ITEMS = 10_000
 """So many entries of lists and mappings are written; a list of a million is never rendered whole."""
 MAX_DEPTH = 32
 MAX_INTEGER_BITS = 4096
 WINDOW_CHARS = 100_000
 """Of a longer text only so many characters at each end are looked at (more, where more tokens may be kept)."""
-_CHARS_A_TOKEN = 8
-"""A text of more characters than this for each token that it may have is cut without being counted whole."""
-
-_MOST_TOKENS_A_BYTE = 16
-"""Normalising (NFKC) makes at most 11 bytes of one, and no tokenizer makes more tokens than bytes: so short a text fits
-without being counted."""
 
 # Terminal sequences: strings for the terminal (a title, a link), which end with BEL or ESC \; control sequences, with
-# erase-in-line (K) told apart; shorter ones; an ESC alone.
+# erase-in-line (K) told apart; a line down (D, E); shorter ones; an ESC alone. The end of the text may cut them short.
 _ESCAPE = re.compile(
     r"\x1b[\]PX^_][^\x07\x1b\x9c\n]*+(?:\x07|\x1b\\|\x9c)?"
-    r"|(?:\x1b\[|\x9b)(?:(?P<erase>[0-2]?)K|[0-?]*+[ -/]*+[@-~])"
-    r"|\x1b[ -/]*+[0-~]"
+    r"|(?:\x1b\[|\x9b)(?:(?P<erase>[0-2]?K)|[0-?]*+[ -/]*+(?:[@-~]|\Z))"
+    r"|\x1b(?P<down>[DE])"
+    r"|\x1b[ -/]*+(?:[0-~]|\Z)"
     r"|\x1b"
 )
+_LONGEST_ESCAPE = 1000
+"""Characters; where a long text is cut, so far back is looked for the beginning of one."""
+_DOWN = re.compile(r"[\x0b\x0c\x84\x85]")
 _UNSEEN = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 _ANYTHING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _LINE_END = re.compile(r"(?<!\r)\r++\n")
-_MOVES = re.compile(r"(\r|\x08|\x1b[012])")
+_MOVES = re.compile(r"(\r|\x08|\x1b[012]?K)")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-
-_ZERO_WIDTH_JOINER = "\u200d"
 
 
 def observe(
@@ -64,12 +63,13 @@ def observe(
     ('{"ok": true}', '100%\\n', 'null')
     """
     text = as_text(content)
-    window = max(WINDOW_CHARS, _CHARS_A_TOKEN * (max_tokens or 0))
+    window = max(WINDOW_CHARS, CHARS_A_TOKEN * (max_tokens or 0))
     unseen = max(0, len(text) - 2 * window)
-    head, tail = (clean(text[:window]), clean(text[-window:])) if unseen else (clean(text), "")
+    start = _tail_start(text, window + unseen)
+    head, tail = (clean(text[:window]), clean(text[start:])) if unseen else (clean(text), "")
     if max_tokens is not None:
         assert encode is not None
-        return _cut(head, tail, unseen, max_tokens, lambda piece: len(encode(piece)))
+        return cut_text(head, tail, unseen, max_tokens, lambda piece: len(encode(piece)))
     return f"{head}\n[… {unseen} characters left out …]\n{tail}" if unseen else head
 
 
@@ -78,7 +78,8 @@ def as_text(content: object) -> str:
 
     Text stays as it is; bytes are read as UTF-8, with U+FFFD for what is none; an exception is `Type: message`; all
     else is JSON, None being `null`. What JSON has no form for is written as text: NaN as "NaN", an object as its `str`
-    (without its address in memory, which differs from run to run). Long lists and deep nestings say what is left out.
+    (without its address in memory, which differs from run to run). A key whose text an earlier key has gets a number:
+    {1: "a", "1": "b"} is {"1": "a", "1 (2)": "b"}. Long lists and deep nestings say what is left out.
 
     >>> as_text({"größe": [1.5, float("nan")]}), as_text(b"\\xff"), as_text(ValueError("no"))
     ('{"größe": [1.5, "NaN"]}', '�', 'ValueError: no')
@@ -95,10 +96,11 @@ def as_text(content: object) -> str:
 def clean(text: str) -> str:
     """The text that a terminal would show, line by line, in order: one rule for whatever programs print.
 
-    - Colours, titles, links and all other escape sequences are taken out.
+    - Colours, titles, links and all other escape sequences are taken out, also one that the end of the text cuts short.
     - Within a line a carriage return goes back to its beginning, a backspace back by one, and what follows writes over
       what is there; erase-in-line erases. So of a progress bar the last state is left. Windows line ends become `\\n`.
-    - Other control characters are taken out; tabs and line feeds stay. Half a surrogate pair becomes U+FFFD.
+    - What else moves to a new line (form feed, vertical tab, NEL, IND) becomes `\\n`. Other control characters are
+      taken out; tabs and line feeds stay. Half a surrogate pair becomes U+FFFD.
 
     The time is linear in the length.
 
@@ -108,12 +110,19 @@ def clean(text: str) -> str:
     if not _ANYTHING.search(text):
         return text
     text = _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", text)
-    # From here on an ESC stands for an erase-in-line, with its digit.
-    text = _ESCAPE.sub(lambda found: "" if found["erase"] is None else "\x1b" + (found["erase"] or "0"), text)
-    text = _LINE_END.sub("\n", _UNSEEN.sub("", text))
+    # From here on an ESC stands for an erase-in-line: ESC K, ESC 0K, ESC 1K, ESC 2K.
+    text = _ESCAPE.sub(lambda found: "\n" if found["down"] else "\x1b" + found["erase"] if found["erase"] else "", text)
+    text = _LINE_END.sub("\n", _UNSEEN.sub("", _DOWN.sub("\n", text)))
     if not _MOVES.search(text):
         return text
     return "\n".join(_shown(line) if _MOVES.search(line) else line for line in text.split("\n"))
+
+
+def _tail_start(text: str, start: int) -> int:
+    """`start`, or the end of the escape sequence that it would cut in two."""
+    opened = max(text.rfind(sign, max(0, start - _LONGEST_ESCAPE), start) for sign in "\x1b\x9b")
+    found = _ESCAPE.match(text, opened) if opened >= 0 else None
+    return max(start, found.end()) if found else start
 
 
 def _shown(line: str) -> str:
@@ -125,11 +134,11 @@ def _shown(line: str) -> str:
             cursor = 0
         elif part == "\b":
             cursor = max(0, cursor - 1)
-        elif part == "\x1b0":
+        elif part in ("\x1bK", "\x1b0K"):
             del cells[cursor:]
-        elif part == "\x1b1":
+        elif part == "\x1b1K":
             cells[:cursor] = " " * min(cursor, len(cells))
-        elif part == "\x1b2":
+        elif part == "\x1b2K":
             cells = []
         elif part:
             cells += " " * (cursor - len(cells))
@@ -169,12 +178,18 @@ class _JsonForm:
 
     def _mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         written: dict[str, Any] = {}
+        same: Counter[str] = Counter()
+
+        def free(name: str) -> str:
+            while (numbered := f"{name} ({same[name] + 1})" if same[name] else name) in written:
+                same[name] += 1
+            return numbered
+
         for key, item in value.items():
             if not self._take():
-                written["…"] = f"{len(value) - len(written)} more"
+                written[free("…")] = f"{len(value) - len(written)} more"
                 break
-            name = key if isinstance(key, str) else as_text(key)
-            written[name] = self.of(item, depth + 1)
+            written[free(key if isinstance(key, str) else as_text(key))] = self.of(item, depth + 1)
         return written
 
     def _list(self, value: Sequence[Any] | Set[Any], depth: int) -> list[Any]:
@@ -200,79 +215,3 @@ def _number(value: Real) -> int | float | str:
     if math.isnan(number):
         return "NaN"
     return number if math.isfinite(number) else ("Infinity" if number > 0 else "-Infinity")
-
-
-def _cut(head: str, tail: str, unseen: int, max_tokens: int, count: Callable[[str], int]) -> str:
-    """The text with at most `max_tokens` tokens. It is `head`, `unseen` characters, `tail`; or `head` alone."""
-    window = _CHARS_A_TOKEN * max_tokens
-    if not unseen and _MOST_TOKENS_A_BYTE * len(head.encode()) <= max_tokens:
-        return head
-    if not unseen and len(head) <= 2 * window:
-        total, about = count(head), ""
-        if total <= max_tokens:
-            return head
-        first, last = head, head
-    else:
-        first, last = head[:window], (tail or head)[-window:]
-        density = (count(first) + count(last)) / max(1, len(first) + len(last))
-        total, about = round(density * (len(head) + unseen + len(tail))), "about "
-
-    def with_mark(front: str, back: str, gone: int) -> str:
-        return f"{front}\n[… {about}{gone} tokens left out …]\n{back}"
-
-    room = max_tokens - count(with_mark("", "", total))
-    while True:
-        front = _longest(first, room - room // 2, count, from_end=False)
-        # Where both are pieces of one text they must not overlap.
-        rest = last[len(front) :] if first is last else last
-        back = _longest(rest, room // 2, count, from_end=True)
-        text = with_mark(front, back, max(0, total - count(front) - count(back)))
-        over = count(text) - max_tokens
-        if over <= 0:
-            return text
-        if room <= 0:  # not even the mark has room
-            return _longest(text.strip(), max_tokens, count, from_end=False)
-        room -= over
-
-
-def _longest(text: str, most: int, count: Callable[[str], int], *, from_end: bool) -> str:
-    """A piece of `text` at one of its ends that has at most `most` tokens, and nearly as many where the text has them.
-
-    Its length is guessed from the tokens that the guess before it had. Counting works with any tokenizer, where cutting
-    between ids would not: decoding part of them need not give part of the text.
-    """
-    best, low, high = "", 0, len(text) + 1
-    guess = min(len(text), _CHARS_A_TOKEN // 2 * most)
-    for attempt in range(24):
-        if not low < guess < high:
-            break
-        piece = _piece(text, guess, from_end=from_end)
-        tokens = count(piece)
-        if tokens <= most:
-            best, low = piece, guess
-            if tokens >= 0.98 * most:
-                break
-        else:
-            high = guess
-        # Where the text is uneven the guesses may creep; halving ends that.
-        guess = guess * most // max(1, tokens) if attempt < 6 else (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
-    return best
-
-
-def _piece(text: str, length: int, *, from_end: bool) -> str:
-    """The first or last `length` characters, or a few less where the cut would part what is seen as one character."""
-    place = len(text) - length if from_end else length
-    for _ in range(64):
-        if not 0 < place < len(text) or not _is_one(text[place - 1], text[place]):
-            break
-        place += 1 if from_end else -1
-    return text[place:] if from_end else text[:place]
-
-
-def _is_one(left: str, right: str) -> bool:
-    """Whether two code points belong to one visible character: a mark on a letter, a joined emoji, a flag."""
-    if _ZERO_WIDTH_JOINER in (left, right) or "\U0001f3fb" <= right <= "\U0001f3ff":
-        return True
-    flags = "\U0001f1e6" <= left <= "\U0001f1ff" and "\U0001f1e6" <= right <= "\U0001f1ff"
-    return flags or unicodedata.category(right).startswith("M")

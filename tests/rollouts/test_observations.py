@@ -72,6 +72,9 @@ class Plain:
         ({"png": b"\x89PNG"}, '{"png": "\ufffdPNG"}'),
         (RuntimeError("no"), "RuntimeError: no"),
         ({(1, 2): 3, None: 4}, '{"[1, 2]": 3, "null": 4}'),
+        ({"1": "a", 1: "b"}, '{"1": "a", "1 (2)": "b"}'),
+        ({1: "a", "1": "b", "1 (2)": "c"}, '{"1": "a", "1 (2)": "b", "1 (2) (2)": "c"}'),
+        ({"null": 1, None: 2, "true": 3, True: 4}, '{"null": 1, "null (2)": 2, "true": 3, "true (2)": 4}'),
         (HOLDS_ITSELF, "[" * 32 + '"…"' + "]" * 32),
         (Point(1, 2.0), '{"x": 1, "y": 2.0}'),
         (Reply(ok=True, parts=["a"]), '{"ok": true, "parts": ["a"]}'),
@@ -110,6 +113,28 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.integers(), inner, max_size=4),
     max_leaves=20,
 )
+
+
+keys = st.text("1null(2) ", max_size=5) | st.integers(0, 2) | st.none() | st.booleans() | st.tuples(st.integers(0, 1))
+
+
+@no_clock
+@given(content=st.dictionaries(keys, st.integers(), max_size=8))
+def test_no_entry_of_a_mapping_is_lost_where_keys_have_the_same_text_b21(content: dict[object, int]) -> None:
+    """Entries stay in their order; a key that is text keeps it, but where an earlier one has it."""
+    pairs = json.loads(as_text(content), object_pairs_hook=list)
+    assert [item for _, item in pairs] == list(content.values())
+    names = [name for name, _ in pairs]
+    assert len(set(names)) == len(names)
+    texts = [key if isinstance(key, str) else as_text(key) for key in content]
+    assert all(re.fullmatch(re.escape(text) + r"( \(\d+\))?", name) for text, name in zip(texts, names, strict=True))
+    if len(set(texts)) == len(texts):
+        assert names == texts
+
+
+def test_what_is_said_of_entries_left_out_takes_no_entry_s_place_b21() -> None:
+    written = json.loads(as_text({"…": 0} | {str(number): number for number in range(MAX_ITEMS)}))
+    assert (written["…"], written["… (2)"], len(written)) == (0, "1 more", MAX_ITEMS + 1)
 
 
 @no_clock
@@ -152,10 +177,18 @@ def test_undecodable_bytes_are_text_that_encodes_again_b18(content: object) -> N
         ("\x1b[2J\x1b[1;1Hhome\x1b[?25l\x1b[38;5;1m", "home"),
         ("\x1b(Bplain\x1b=\x1b7\x1bM", "plain"),
         ("\x9b31mred", "red"),
-        ("bell\x07 nul\x00 del\x7f c1\x85", "bell nul del c1"),
+        ("bell\x07 nul\x00 del\x7f c1\x86", "bell nul del c1"),
+        ("form\x0cfeed\x0btab\x85nel\x84ind", "form\nfeed\ntab\nnel\nind"),
+        ("10%\r20%\x0cnext\x1bEline\x1bDdown", "20%\nnext\nline\ndown"),
         ("cut\x1b", "cut"),
         ("cut\x1b[", "cut"),
-        ("cut\x1b[3", "cut3"),
+        ("cut\x1b[3", "cut"),
+        ("cut\x1b[38;5", "cut"),
+        ("cut\x9b31", "cut"),
+        ("cut\x1b(", "cut"),
+        ("cut\x1b]0;tit", "cut"),
+        ("cut\x1b]8;;http://a/\x1b", "cut"),
+        ("not cut\x1b[31\n", "not cut31\n"),
         ("tab\tand\n\nlines", "tab\tand\n\nlines"),
         ("\x1b[0K", ""),
     ],
@@ -165,7 +198,8 @@ def test_the_text_is_what_a_terminal_shows_b20(printed: str, shown: str) -> None
 
 
 terminal_text = st.text(
-    st.sampled_from("ab \n\r\b\t\x1b[]K0;mH\x07\\\x00\x9b") | st.characters(codec="utf-8"), max_size=40
+    st.sampled_from("ab \n\r\b\t\x1b[]K0;mHDE(\x07\\\x00\x0b\x0c\x84\x85\x9b") | st.characters(codec="utf-8"),
+    max_size=40,
 )
 
 
@@ -179,6 +213,37 @@ def test_what_is_clean_stays_as_it_is_b20(text: str) -> None:
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", cleaned)
     if not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text):
         assert cleaned == text
+
+
+escapes = st.one_of(
+    st.from_regex(r"(\x1b\[|\x9b)[0-?]{0,8}[ -/]{0,2}[@-JL-~]", fullmatch=True),
+    st.from_regex(r"\x1b[ -/]{1,2}[0-~]", fullmatch=True),
+    st.from_regex(r"\x1b[\]PX^_][ -~]{0,12}(\x07|\x1b\\)", fullmatch=True),
+)
+
+
+@no_clock
+@given(said=st.text("ab \n", max_size=8), escape=escapes, data=st.data())
+def test_of_a_sequence_that_the_end_cuts_nothing_is_left_b20(said: str, escape: str, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(escape)))
+    assert clean(said + escape[:place]) == said
+
+
+@no_clock
+@given(
+    parts=st.lists(st.sampled_from(["a", "b ", "\x0b", "\x0c", "\x84", "\x85", "\x1bD", "\x1bE", "\n"]), max_size=12)
+)
+def test_whatever_moves_to_a_new_line_is_a_line_feed_b20(parts: list[str]) -> None:
+    assert clean("".join(parts)) == "".join(part if part.isprintable() else "\n" for part in parts)
+
+
+@no_clock
+@given(cut=st.integers(0, 40), escape=escapes)
+def test_where_a_long_text_is_cut_no_part_of_a_sequence_is_left_b19(cut: int, escape: str) -> None:
+    """Whether its head or its tail would have had it."""
+    in_head, in_tail = "a" * (100_000 - cut) + escape, escape + "a" * (100_000 - cut)
+    text = observe(in_head + "b" * 100_000 + in_tail)
+    assert set(re.sub(r"\[… \d+ characters left out …\]", "", text)) <= set("ab\n")
 
 
 HUGE = {
@@ -251,7 +316,19 @@ def test_a_text_has_at_most_its_tokens_b19(parts: list[str], repeated: int, max_
             assert "\u200d" not in (left, right)
             assert not unicodedata.category(right).startswith("M")
             assert right != "🏽"
-            assert not ("🇦" <= left <= "🇿" and "🇦" <= right <= "🇿")
+    for left in (front, text[: len(text) - len(back)]):
+        assert len(re.findall("[🇦-🇿]*$", left)[0]) % 2 == 0
+
+
+@pytest.mark.parametrize("max_tokens", [64, 65, 66, 67])
+@pytest.mark.parametrize("before", ["", "x"])
+@pytest.mark.parametrize("flags", [60, 1000, 200_001])
+def test_a_row_of_flags_is_cut_between_two_flags_b19(flags: int, before: str, max_tokens: int) -> None:
+    cut = observe(before + "🇩🇪" * flags, max_tokens=max_tokens, encode=Letters().encode_text)
+    front, back = re.fullmatch(r"x?(.*)\n\[… .* left out …\]\n(.*)", cut, re.DOTALL).groups()  # type: ignore[union-attr]
+    for piece in (front, back):
+        assert len(piece) >= 4
+        assert piece == "🇩🇪" * (len(piece) // 2)
 
 
 def test_an_observation_that_was_cut_is_not_cut_again() -> None:
