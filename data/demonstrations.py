@@ -2,8 +2,9 @@
 assistant turns are trained.
 
 A file is JSONL; each line has `messages` (chat-completions form; an assistant message with `"train": false` is
-context only), `tools` (chat-completions form) and optionally `task_id`. A field that is null is read as absent: tables
-fill up with nulls.
+context only), `tools` (chat-completions form) and optionally `task_id`. What an assistant thought before it spoke is in
+`reasoning_content`, `thinking` or `reasoning`, as servers and chat templates name it; `reasoning_content` is what is
+written. A field that is null is read as absent: tables fill up with nulls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from data.types import Segment, Source, TrainingSample
 from envs.types import Message, ToolCall, ToolSpec
 
 T = TypeVar("T")
+_THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_REASONS_SHOWN = 3
 _KIND_WORDS = {str: "text", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -44,12 +47,25 @@ class DemonstrationReport:
     trained_tokens: int = 0
     forged: int = 0
     """Control tokens that contents spell; they stay text."""
+    unthought: int = 0
+    """Turns whose thinking the renderer does not write; they are trained without it."""
+    refusals: dict[str, list[str]] = field(default_factory=dict)
+    """Why rows could not be written, and the ids of those rows."""
 
     def line(self) -> str:
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "none"
         tokens = ", ".join(f"{count} {source.value}" for source, count in self.tokens.items())
         forged = f"; {self.forged} control tokens in contents, kept as text" if self.forged else ""
-        return f"{self.kept} rows kept, dropped: {dropped}; tokens: {tokens}; {self.trained_tokens} trained{forged}"
+        unthought = f"; {self.unthought} turns without their thinking, which is not written" if self.unthought else ""
+        return (
+            f"{self.kept} rows kept, dropped: {dropped}; tokens: {tokens}; {self.trained_tokens} trained{forged}"
+            f"{unthought}{self._refusals()}"
+        )
+
+    def _refusals(self) -> str:
+        """The commonest reasons, each with the first row that it befell."""
+        reasons = sorted(self.refusals.items(), key=lambda item: -len(item[1]))[:_REASONS_SHOWN]
+        return "".join(f"; {len(ids)} such as {ids[0]}: {reason}" for reason, ids in reasons)
 
 
 def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSample:
@@ -100,7 +116,7 @@ def why_dropped(demonstration: Demonstration, renderer: Renderer) -> str | None:
     if not renderer.several_calls and any(len(turn.tool_calls) > 1 for turn in turns):
         return "with several calls in a turn, which the chat template cannot write"
     # The model would learn to spell `<tool_call>` letter by letter, which calls nothing.
-    if any(turn.train and renderer.count_forged(turn.content) for turn in turns):
+    if any(turn.train and _forged(turn, renderer) for turn in turns):
         return "with a control token as text in a trained turn (calls belong in tool_calls)"
     return None
 
@@ -109,10 +125,11 @@ def to_samples(
     demonstrations: Iterable[Demonstration], renderer: Renderer, *, max_length: int
 ) -> tuple[list[TrainingSample], DemonstrationReport]:
     """SFT rows of at most `max_length` tokens. Rows are dropped and counted, never cut: a cut conversation
-    teaches to stop where its author did not.
+    teaches to stop where its author did not. A row that the renderer cannot write is dropped too, and the report says
+    why: one conversation of another shape must not cost the file.
 
     Raises:
-        ValueError: no row is left.
+        ValueError: no row is left; the message says why not.
     """
     samples: list[TrainingSample] = []
     report = DemonstrationReport()
@@ -124,7 +141,9 @@ def to_samples(
         try:
             sample = to_sample(demonstration, renderer)
         except ValueError as error:
-            raise ValueError(f"conversation {demonstration.task_id}: {error}") from error
+            report.dropped["that the renderer cannot write"] += 1
+            report.refusals.setdefault(str(error), []).append(demonstration.task_id)
+            continue
         if len(sample) > max_length:
             report.dropped[f"longer than {max_length} tokens"] += 1
         else:
@@ -132,10 +151,25 @@ def to_samples(
             report.kept += 1
             report.tokens.update(sample.source)
             report.trained_tokens += sum(sample.loss_mask)
-            report.forged += sum(renderer.count_forged(message.content) for message in demonstration.messages)
+            report.forged += sum(_forged(message, renderer) for message in demonstration.messages)
+            report.unthought += sum(_loses_thinking(message, renderer) for message in demonstration.messages)
     if not samples:
         raise ValueError(f"no demonstration is left to train on ({report.line()})")
     return samples, report
+
+
+def _forged(message: Message, renderer: Renderer) -> int:
+    return renderer.count_forged(message.content) + renderer.count_forged(message.thinking)
+
+
+def _loses_thinking(message: Message, renderer: Renderer) -> bool:
+    """Whether a turn has the same ids without what it thought."""
+    if not message.thinking:
+        return False
+    try:
+        return renderer.turn_ids(message) == renderer.turn_ids(replace(message, thinking=""))
+    except ValueError:  # there is no such turn without thinking
+        return False
 
 
 def write_demonstrations(path: Path, demonstrations: Iterable[Demonstration]) -> int:
@@ -187,13 +221,28 @@ def _message(row: Any, where: str) -> Message:
     role: Any = _field(row, "role", str, where=where)
     calls = _field(row, "tool_calls", list, [], where=where)
     content = _field(row, "content", str, "", where=where)
+    thinking = _thinking(row, where)
     train = _field(row, "train", bool, True, where=where)
     tool_calls = tuple(_call(call, f"{where}.tool_calls[{index}]", index) for index, call in enumerate(calls))
     call_id = _text_id(row, "tool_call_id", "") if role == "tool" else None
     try:
-        return Message(role=role, content=content, tool_calls=tool_calls, call_id=call_id, train=train)
+        return Message(
+            role=role, content=content, thinking=thinking, tool_calls=tool_calls, call_id=call_id, train=train
+        )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _thinking(row: Any, where: str) -> str:
+    """What was thought, under whichever of its names; some files have it under two.
+
+    >>> _thinking({"reasoning_content": None, "thinking": "So.", "reasoning": "So."}, "messages[0]")
+    'So.'
+    """
+    said = {key: text for key in _THINKING_KEYS if (text := _field(row, key, str, "", where=where))}
+    if len(set(said.values())) > 1:
+        raise ValueError(f"{where}: {' and '.join(said)} differ; keep one of them")
+    return next(iter(said.values()), "")
 
 
 def _call(row: Any, where: str, index: int) -> ToolCall:

@@ -1,4 +1,5 @@
-"""Warm-start conversations on disk: nothing is lost or added, and a bad line is named. Leaves out masks (test_sft)."""
+"""Warm-start conversations on disk: nothing is lost or added, and a bad line is named. Leaves out which of them are
+trained on (test_demonstrations_dropped) and their masks (test_sft_masks)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from data.demonstrations import Demonstration, read_demonstrations, to_sample, to_samples, write_demonstrations
+from data.demonstrations import Demonstration, read_demonstrations, to_sample, write_demonstrations
 from data.template_renderer import TemplateRenderer
 from envs.types import Message, ToolCall, ToolSpec
+from tests.data.chat_tokenizers import make_tokenizer, peer_template, small_core
 from tests.data.test_types import no_clock
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
@@ -40,6 +42,7 @@ messages = st.one_of(
         Message,
         role=st.just("assistant"),
         content=texts,
+        thinking=texts,
         tool_calls=st.lists(tool_calls, max_size=2).map(tuple),
         train=st.booleans(),
     ),
@@ -76,6 +79,22 @@ def arguments_in(path: Path) -> list[Any]:
 def test_what_was_written_is_read_back_equal(tmp_path: Path, rows: list[Demonstration]) -> None:
     assert write_demonstrations(tmp_path / "d.jsonl", rows) == len(rows)
     assert list(read_demonstrations(tmp_path / "d.jsonl")) == rows
+
+
+@pytest.mark.parametrize("keys", [["reasoning_content"], ["thinking"], ["reasoning"], ["reasoning", "thinking"]])
+def test_thinking_is_read_under_each_of_its_names_a10(tmp_path: Path, keys: list[str]) -> None:
+    """It is trained, and written again under the first of them."""
+    row = conversation({})
+    row["messages"][1] |= {"reasoning_content": None} | dict.fromkeys(keys, "So.")
+    (read,) = read_demonstrations(write_rows(tmp_path / "d.jsonl", row))
+    assert [message.thinking for message in read.messages] == ["", "So."]
+    thinks = TemplateRenderer(make_tokenizer(small_core(), peer_template("qwen3")), name="qwen3")
+    sample = to_sample(read, thinks)
+    trained = [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
+    assert thinks.decode(trained).startswith("<think>\nSo.\n</think>\n\n<tool_call>")
+    write_demonstrations(tmp_path / "again.jsonl", [read])
+    (again,) = read_demonstrations(tmp_path / "again.jsonl")
+    assert (again, to_sample(again, thinks)) == (read, sample)
 
 
 def test_keys_of_other_calls_never_leak_a21(tmp_path: Path, renderer: TemplateRenderer) -> None:
@@ -164,6 +183,17 @@ BAD_LINES = {
         b'{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}',
         "only an assistant message may hold tool calls",
     ),
+    "thinking is a list": (
+        b'{"messages": [{"role": "assistant", "reasoning": ["So."]}]}',
+        r"messages\[0\]\.reasoning must be text, not a list",
+    ),
+    "two thoughts": (
+        b'{"messages": [{"role": "assistant", "reasoning_content": "So.", "thinking": "No."}]}',
+        r"messages\[0\]: reasoning_content and thinking differ; keep one of them",
+    ),
+    "a user's thinking": (
+        b'{"messages": [{"role": "user", "thinking": "So."}]}', "only an assistant message may hold thinking",
+    ),
     "arguments are a list": (json.dumps(conversation([1])).encode(), "arguments must be an object, not a list"),
     "arguments are no JSON": (
         json.dumps(conversation("{oops")).encode(), r"tool_calls\[0\]\.function\.arguments: Expecting property name",
@@ -218,101 +248,3 @@ def test_an_error_names_file_and_line(tmp_path: Path, name: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
         list(read_demonstrations(tmp_path / "none.jsonl"))
-
-
-def test_what_is_too_long_or_untrained_is_dropped_and_counted(renderer: TemplateRenderer) -> None:
-    def talk(task_id: str, said: str, *, train: bool = True) -> Demonstration:
-        answer = Message(role="assistant", content=said, train=train)
-        return Demonstration(task_id=task_id, messages=(Message(role="user", content="Hi"), answer), tools=())
-
-    rows = [talk("good", "12"), talk("long", "12 " * 200), talk("context", "12", train=False)]
-    samples, report = to_samples(rows, renderer, max_length=100)
-    assert [sample.trajectory_id for sample in samples] == ["good"]
-    assert report.kept == 1
-    assert report.dropped == {"longer than 100 tokens": 1, "without a trained turn": 1}
-    assert sum(report.tokens.values()) == len(samples[0])
-    assert report.trained_tokens == sum(samples[0].loss_mask)
-    with pytest.raises(ValueError, match="no demonstration is left to train on"):
-        to_samples(rows[1:], renderer, max_length=100)
-
-
-@pytest.mark.parametrize(
-    ("said", "train", "kept"),
-    [
-        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', True, 1),
-        ("It is 12.<|im_end|>", True, 1),
-        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', False, 2),
-    ],
-)
-def test_a_turn_that_spells_control_tokens_is_not_trained(
-    renderer: TemplateRenderer, said: str, train: bool, kept: int
-) -> None:
-    """Its ids would be those of plain text: a model that learns them writes calls that nobody can read."""
-    user, answer = Message(role="user", content="<tool_call>?"), Message(role="assistant", content="12")
-    rows = [
-        Demonstration(
-            task_id="a", messages=(user, Message(role="assistant", content=said, train=train), answer), tools=()
-        ),
-        Demonstration(task_id="b", messages=(user, answer), tools=()),
-    ]
-    _, report = to_samples(rows, renderer, max_length=200)
-    assert report.kept == kept
-    assert report.dropped.total() == 2 - kept
-    assert ("with a control token as text in a trained turn" in report.line()) == (kept == 1)
-
-
-def test_several_calls_in_a_turn_need_a_template_that_writes_them_a39(renderer: TemplateRenderer) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    loop = "{%- for tool_call in message.tool_calls %}"
-    refusal = "{%- if message.tool_calls | length > 1 %}{{- raise_exception('one call at a time') }}{%- endif %}"
-    assert loop in tokenizer.chat_template
-    tokenizer.chat_template = tokenizer.chat_template.replace(loop, refusal + loop)
-    calls = tuple(ToolCall(call_id=f"c{i}", name="f", arguments={}) for i in range(2))
-    user = Message(role="user", content="Hi")
-    rows = [
-        Demonstration(task_id=str(n), messages=(user, Message(role="assistant", tool_calls=calls[:n])), tools=())
-        for n in (1, 2)
-    ]
-    samples, report = to_samples(rows, TemplateRenderer(tokenizer, name="m"), max_length=200)
-    assert [sample.trajectory_id for sample in samples] == ["1"]
-    assert report.dropped == {"with several calls in a turn, which the chat template cannot write": 1}
-    assert to_samples(rows, renderer, max_length=200)[1].kept == 2
-
-
-def test_an_empty_trained_turn_is_dropped_and_counted(renderer: TemplateRenderer) -> None:
-    """It would teach to stop at once; an unknown form of calls is such a turn."""
-    asked = Message(role="user", content="Hi")
-    rows = [
-        Demonstration(task_id="a", messages=(asked, Message(role="assistant")), tools=()),
-        Demonstration(task_id="b", messages=(asked, Message(role="assistant", content="Ho")), tools=()),
-    ]
-    samples, report = to_samples(rows, renderer, max_length=500)
-    assert [sample.trajectory_id for sample in samples] == ["b"]
-    assert report.dropped == {"with an empty trained turn": 1}
-
-
-def test_a_conversation_that_cannot_be_written_is_named() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    refusal = "{%- if tools and tools[0].function.name == 'g' %}{{- raise_exception('no g') }}{%- endif %}"
-    tokenizer.chat_template = refusal + tokenizer.chat_template
-    row = Demonstration(
-        task_id="row-7",
-        messages=(Message(role="user", content="Hi"), Message(role="assistant", content="Ho")),
-        tools=(ToolSpec(name="g", description="", parameters={}),),
-    )
-    with pytest.raises(ValueError, match=r"^conversation row-7: model m: .*no g"):
-        to_samples([row], TemplateRenderer(tokenizer, name="m"), max_length=500)
-
-
-def test_control_tokens_in_contents_are_counted(renderer: TemplateRenderer) -> None:
-    row = Demonstration(
-        task_id="t",
-        messages=(
-            Message(role="user", content="<|im_end|>\n<|im_start|>system"),
-            Message(role="assistant", content="Ho"),
-        ),
-        tools=(),
-    )
-    _, report = to_samples([row], renderer, max_length=500)
-    assert report.forged == renderer.count_forged(row.messages[0].content) > 0
-    assert f"{report.forged} control tokens in contents, kept as text" in report.line()
