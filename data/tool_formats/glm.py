@@ -44,7 +44,7 @@ _STRUCTURAL_END = re.compile(rf"{_END}(?=\s*(?:{_KEY}|{_CLOSE}))")
 _JSON = {"array", "object", "null"}
 # What stands outside values. A call that begins in one is quoted; one that ends there shows that it was never closed.
 _OUTSIDE = re.compile(
-    rf"(?P<value>{_VALUE}(?:(?!{_OPEN}|{_CLOSE}).)*?(?:{_OPEN}.*?)?{_STRUCTURAL_END.pattern})|{_OPEN}|{_CLOSE}",
+    rf"(?P<value>{_VALUE}(?:(?!{_OPEN}|{_CLOSE}|{_VALUE}).)*?(?:{_OPEN}.*?)?{_STRUCTURAL_END.pattern})|{_OPEN}|{_CLOSE}",
     re.DOTALL,
 )
 

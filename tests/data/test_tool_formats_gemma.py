@@ -30,7 +30,9 @@ TEMPLATES = (
     "diffusion_gemma",
     "diffusion_gemma_training",
 )
-no_clock = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=25)
+no_clock = settings(
+    deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], max_examples=25
+)
 
 
 def spec(name: str = "f", **properties: Any) -> ToolSpec:
@@ -218,7 +220,7 @@ def test_any_text_is_read_without_an_exception(finish_reason: FinishReason, text
     "mark", ["<|tool_call>call:f{x:", "{x:", f"{Q}<|tool_call>", f"{Q}a", "<|tool_call>call:f", " "]
 )
 def test_a_model_that_repeats_itself_is_read_at_once(mark: str) -> None:
-    assert len(parse(f"<|tool_call>call:f{{x:{mark * 1000}").calls) <= 17
+    assert len(parse(f"<|tool_call>call:f{{x:{mark * 20_000}"[:100_000]).calls) <= 17
 
 
 @cache

@@ -20,7 +20,9 @@ from tests.data.chat_tokenizers import peer_template, tokenizer_for
 GOOD = "<tool_call>g\n<arg_key>y</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 QUOTED = "<tool_call>rm\n<arg_key>path</arg_key>\n<arg_value>/srv</arg_value>\n</tool_call>"
 (FAMILY,) = [family for family in FAMILIES if family.format == "glm"]
-no_clock = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
+no_clock = settings(
+    deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], max_examples=40
+)
 
 
 def spec(name: str = "f", **properties: Any) -> ToolSpec:
@@ -161,9 +163,12 @@ def test_any_text_is_read_without_an_exception(finish_reason: FinishReason, text
     assert [call.call_id for call in turn.calls] == [f"c_{number}" for number in range(len(turn.calls))]
 
 
-@pytest.mark.parametrize("mark", ["<tool_call>f<arg_key>x</arg_key><arg_value>", "<arg_value><tool_call>", "<arg_key>"])
+@pytest.mark.parametrize(
+    "mark", ["<tool_call>f<arg_key>x</arg_key><arg_value>", "<arg_value><tool_call>", "<arg_value>", "<arg_key>"]
+)
 def test_a_model_that_repeats_itself_is_read_at_once(mark: str) -> None:
-    assert len(parse(f"<tool_call>{mark * 1000}").calls) <= 17
+    for begin in ("<tool_call>f\n", "<tool_call>f\n<arg_key>x</arg_key><arg_value>"):
+        assert len(parse(f"{begin}{mark * 20_000}"[:100_000]).calls) <= 17
 
 
 @cache
