@@ -46,6 +46,13 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]*)>")
 _JSON = {"array", "object", "null"}
 _END, _FUNCTION_END = "</parameter>", "</function>"
 _STRUCTURAL_END = re.compile(rf"{_END}(?=\s*(?:<parameter=|{_FUNCTION_END}|{_CLOSE}))")
+# What stands outside values. A call that begins in one is quoted; one that ends there shows that it was never closed.
+_MARKER = f"{_OPEN}|{_CLOSE}|{_BEGIN}|{_FUNCTION_END}"
+_OUTSIDE = re.compile(
+    rf"(?P<value>{_PARAMETER.pattern}(?:(?!{_MARKER}|<parameter=).)*?(?:(?:{_OPENER.pattern}).*?)?"
+    rf"{_STRUCTURAL_END.pattern})|{_MARKER}",
+    re.DOTALL,
+)
 _NEVER_CLOSED = re.compile(rf"\n[ \t]*<parameter=|{_FUNCTION_END}\s*{_CLOSE}")
 
 
@@ -66,6 +73,9 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
             calls.append(call)
             place = following
     except Malformed as error:
+        # Beyond the error there may be values, and calls in them that must not run.
+        outside = (marker.start() for marker in _OUTSIDE.finditer(text, error.place) if not marker["value"])
+        error = Malformed(error.reason, next(outside, len(text)), at_end=error.at_end)
         end = behind(text, _CLOSE if wrapped else _FUNCTION_END, error.place)
         return rest_of_block(reading, error, before=calls, opener=_OPENER, end=end)
 
@@ -100,9 +110,11 @@ def _read_parameter(text: str, start: int, tool: ToolSpec | None) -> tuple[str, 
     inside = _json_end(text, begin) if types and types <= _JSON else begin
     end = _STRUCTURAL_END.search(text, inside)
     unclosed = _NEVER_CLOSED.search(text, inside, end.start()) if end else None
-    if unclosed and _OPENER.search(text, inside, unclosed.start()):
+    quoted = _OPENER.search(text, inside, unclosed.start()) if unclosed else None
+    if quoted:
         # The value quotes a call. Where it ends cannot be told, and nothing that it quotes may run.
-        raise Malformed(f"the value of {shown(name)} holds a tool call; write it in other words", text.rfind(_CLOSE))
+        reason = f"the value of {shown(name)} holds a tool call; write it in other words"
+        raise Malformed(reason, max(quoted.end(), text.rfind(_CLOSE)))
     if end and not unclosed:
         return name, text[begin : end.start()].removeprefix("\n").removesuffix("\n"), end.end()
     close = text.find(_END, inside)

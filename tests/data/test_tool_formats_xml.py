@@ -194,6 +194,21 @@ def test_a_call_that_a_value_quotes_never_runs() -> None:
     assert turn.content == "Done."
 
 
+@pytest.mark.parametrize("opened, closed", [("<tool_call>\n", "\n</tool_call>"), ("", "")])
+def test_a_call_that_a_value_of_a_broken_call_quotes_never_runs(opened: str, closed: str) -> None:
+    quoted = f"{opened}<function=h></function>{closed}"
+    broken = f"{opened}<function=f>junk<parameter=x>as in {quoted}</parameter></function>{closed}"
+    (told,) = parse(broken).calls
+    assert isinstance(told, CallError)
+    following = "<tool_call><function=g><parameter=y>1</parameter></function></tool_call>"
+    assert [name for name, _ in as_pairs(parse(f"{broken}\n{following}").calls[1:])] == ["g"]
+
+
+def test_an_opener_behind_the_last_closer_raises_nothing() -> None:
+    text = "<function=f><parameter=x>a <function=h> \n<parameter=y>2</parameter></function>"
+    assert [type(call) for call in parse(text).calls] == [CallError]
+
+
 def test_a_parameter_that_was_not_closed_leaves_the_next_call_alone() -> None:
     text = (
         "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>\n"
