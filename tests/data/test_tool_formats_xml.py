@@ -194,7 +194,7 @@ def test_a_call_that_a_value_quotes_never_runs() -> None:
     assert turn.content == "Done."
 
 
-@pytest.mark.parametrize("opened, closed", [("<tool_call>\n", "\n</tool_call>"), ("", "")])
+@pytest.mark.parametrize(("opened", "closed"), [("<tool_call>\n", "\n</tool_call>"), ("", "")])
 def test_a_call_that_a_value_of_a_broken_call_quotes_never_runs(opened: str, closed: str) -> None:
     quoted = f"{opened}<function=h></function>{closed}"
     broken = f"{opened}<function=f>junk<parameter=x>as in {quoted}</parameter></function>{closed}"
