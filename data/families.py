@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Writing = Literal["json", "arg_key", "parameter", "dsml", "own"]
-"""How a call's arguments are written, where the package's own parser reads it: as JSON, between tags (`arg_key`: GLM's,
-`parameter`: MiniMax's, `dsml`: DeepSeek V4's), or in a way of the family's own."""
+Writing = Literal["json", "arg_key", "parameter", "dsml"]
+"""How a call's arguments are written: as JSON, or between tags (`arg_key`: as GLM's, `parameter`: MiniMax's, `dsml`:
+DeepSeek V4's)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Family:
 
 
 _QWEN_XML = Family(tool_format="qwen3_coder", switch="enable_thinking")
-_GLM = Family(writing="arg_key", switch="enable_thinking")
+_GLM = Family(tool_format="glm", switch="enable_thinking")
 _LAGUNA = Family(writing="arg_key", switch="enable_thinking", forgets_separator=True)
 
 FAMILIES: Mapping[str, Family] = {
@@ -54,14 +54,14 @@ FAMILIES: Mapping[str, Family] = {
     "glm-4.5": _GLM,
     "glm-5": _GLM,
     "glm-5.1": _GLM,
-    "glm-5.3": Family(writing="arg_key"),
+    "glm-5.3": Family(tool_format="glm"),
     "deepseek-v3": Family(),
     "deepseek-r1": Family(),
     "deepseek-v4": Family(writing="dsml", switch="enable_thinking", between_results="</tool_result>\n\n<tool_result>"),
     "kimi-k2": Family(call_ids="functions.{name}:{number}"),
     "kimi-k2.5": Family(switch="thinking", call_ids="functions.{name}:{number}"),
     "minimax-m2": Family(writing="parameter"),
-    "gemma4": Family(writing="own", switch="enable_thinking", named_results=True),
+    "gemma4": Family(tool_format="gemma", switch="enable_thinking", named_results=True),
     "hy3": Family(writing="arg_key"),
     "laguna-xs.2": _LAGUNA,
     "laguna-m.1": _LAGUNA,

@@ -60,6 +60,8 @@ _TAGS: Mapping[Writing, _Tags] = {
         ),
     ),
 }
+# Tags and JSON in the place of a name are calls of other formats.
+_NO_NAME = re.compile(r"[<{\n]")
 _ENDS = ("", "</invoke>", "</｜DSML｜invoke>")
 _INVOKE = re.compile(r'<invoke name="[^"]+">.*?</invoke>', re.S)
 
@@ -100,13 +102,14 @@ def read_call(
         return call_error(call_id, reason, example)
     assert attempt.name is not None
     assert isinstance(attempt.arguments, Mapping)
+    if writing in _TAGS and _NO_NAME.search(attempt.name):
+        return call_error(call_id, f"the tool's name must come first, not {shown(attempt.name)}", example)
     tool = next((tool for tool in tools if tool.name == attempt.name), None)
     try:
         if writing in _TAGS:
             arguments = _tagged(body, _TAGS[writing], tool)
         else:
-            if writing == "json":
-                _check_json(body, attempt.name)
+            _check_json(body, attempt.name)
             arguments = {key: _whole(value, tool, key) for key, value in attempt.arguments.items()}
         return ToolCall(call_id=call_id, name=plain_json(attempt.name), arguments=plain_json(arguments))
     except Malformed as error:

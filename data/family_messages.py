@@ -48,12 +48,13 @@ class FamilyMessages:
         headed = self._traits.named_results or self._traits.call_ids is not None
         return headed and any(message.role == "tool" for message in messages)
 
-    def answers(self, messages: Sequence[Message], calls: Sequence[Answered]) -> list[dict[str, Any]]:
-        """What comes behind a sampled turn with these calls. A result answers the call of its id; where ids do not
-        match, results come in the order of the calls."""
+    def answers(
+        self, messages: Sequence[Message], calls: Sequence[Answered], given_ids: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """What comes behind a sampled turn with these calls; `given_ids` are those that a demonstration gave them."""
         rows = [self._row(message, {}) for message in messages]
         results = [row for row in rows if row["role"] == "tool"]
-        places = places_of([message.call_id or "" for message in messages if message.role == "tool"], calls)
+        places = places_of([message.call_id or "" for message in messages if message.role == "tool"], calls, given_ids)
         for place, row in zip(places, results, strict=True):
             call = calls[place] if place < len(calls) else Answered()
             if self._traits.named_results:
@@ -87,21 +88,18 @@ class FamilyMessages:
         return row
 
 
-def places_of(call_ids: Sequence[str], calls: Sequence[Answered]) -> list[int]:
-    """Which call each result answers: the one that wrote this id, or the one of that number where all ids are one name
-    numbered (`call_3_1`); else results stand in the order of their calls.
+def places_of(call_ids: Sequence[str], calls: Sequence[Answered], given_ids: Sequence[str] = ()) -> list[int]:
+    """Which call each result answers. The ids of the calls are those that a demonstration gave them, those that the
+    model wrote, or the host's own (`call_3_0`, `call_3_1`); where none of these has all ids of the results, they stand
+    in the order of their calls.
 
-    >>> places_of(["call_3_1", "call_3_0"], [Answered("f"), Answered("g")]), places_of(["x", "y"], [Answered("f")])
-    ([1, 0], [0, 1])
+    >>> calls = [Answered("f"), Answered("g")]
+    >>> places_of(["call_3_1", "call_3_0"], calls), places_of(["b", "a"], calls, ["a", "b"]), places_of(["b"], calls)
+    ([1, 0], [1, 0], [0])
     """
-    in_order = list(range(len(call_ids)))
-    written = {call.written_id: place for place, call in enumerate(calls) if call.written_id}
-    named = {call_id.rpartition("_")[0] for call_id in call_ids}
-    numbers = [call_id.rpartition("_")[2] for call_id in call_ids]
-    if all(call_id in written for call_id in call_ids):
-        found = [written[call_id] for call_id in call_ids]
-    elif len(named) == 1 and all(number.isdecimal() and len(number) < 4 for number in numbers):
-        found = list(map(int, numbers))
-    else:
-        return in_order
-    return found if len({*found}) == len(found) and max(found, default=0) < len(calls) else in_order
+    prefix = call_ids[0].rpartition("_")[0] if call_ids else ""
+    hosts = [f"{prefix}_{number}" for number in range(len(calls))]
+    for ids in (given_ids, [call.written_id for call in calls], hosts):
+        if len({*call_ids}) == len(call_ids) and {*call_ids} <= {*ids}:
+            return [list(ids).index(call_id) for call_id in call_ids]
+    return list(range(len(call_ids)))

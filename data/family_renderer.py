@@ -10,6 +10,7 @@ how the package's reading of one becomes ours (`data/family_turns.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class FamilyRenderer:
         self.stop_token_ids = self._package.stop_token_ids
         self.several_calls = self._writes_several_calls()
         self._form = call_form(self._package)
+        self._last_turn: tuple[tuple[int, ...], list[str]] = ((), [])
         self.differs: str | None = None
         """Where it differs from the model's own chat template."""
         self.description = self._describe()
@@ -116,7 +118,9 @@ class FamilyRenderer:
                 f"family {self.name} cannot hold the {len(message.tool_calls)} tool calls of one turn; give each call "
                 "a turn of its own"
             )
-        return sampled_turn(self._package, message)
+        ids = sampled_turn(self._package, message)
+        self._last_turn = (ids, [call.call_id for call in message.tool_calls])
+        return ids
 
     def parse(
         self,
@@ -144,7 +148,7 @@ class FamilyRenderer:
             finish_reason=finish_reason,
             tools=tools,
             # A header is the last thing in a prompt; no content can stand where its marker does.
-            in_thinking=self._package.tail(prompt_ids).rstrip().endswith("<think>"),
+            in_thinking=self._package.tail(prompt_ids).rstrip().endswith(("<think>", "<|channel>thought")),
         )
 
     def structural_tag(self, tools: Sequence[ToolSpec]) -> str | None:
@@ -179,13 +183,13 @@ class FamilyRenderer:
         """The messages behind a sampled turn, as the package takes them."""
         calls: list[Answered] = []
         if self._package.messages.answers_need_calls(messages):
-            try:
-                body = self._body(sampled_ids)
+            body = self._body(sampled_ids)
+            with suppress(Exception):  # whatever the package's parser does with what a model wrote
                 response, _ = read_all(lambda ids: self._package.read(ids, prompt_ids, tools), body, self._form)
                 calls = [Answered(call.name or "", call.id or "") for call in response.tool_calls]
-            except Exception:  # whatever the package's parser does with what a model wrote
-                calls = []
-        return self._package.messages.answers(messages, calls)
+        # No text of a turn says the ids that a demonstration gave to its calls.
+        given_ids = self._last_turn[1] if self._last_turn[0] == tuple(sampled_ids) else []
+        return self._package.messages.answers(messages, calls, given_ids)
 
     # What is found out once, at start-up.
 

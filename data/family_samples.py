@@ -99,9 +99,13 @@ def call_form(package: FamilyPackage) -> CallForm:
         return form
     start, end = spans[0]
     around = package.control_tokens.keys() & {*turn[:start], *turn[end:-1]}
-    elsewhere = {*around}
+    plain: set[int] = set()
     for thinking in (".", ""):
         with suppress(ValueError):
-            elsewhere.update(sampled_turn(package, Message(role="assistant", content=".", thinking=thinking)))
-    opener = next((token for token in turn[start:end] if token in package.control_tokens.keys() - elsewhere), None)
-    return replace(form, opener=opener, around=frozenset(around - form.ends_thinking - form.opens_thinking))
+            plain.update(sampled_turn(package, Message(role="assistant", content=".", thinking=thinking)))
+    own = package.control_tokens.keys() - plain - around
+    return replace(
+        form,
+        opener=next((token for token in turn[start:end] if token in own), None),
+        around=frozenset(around - plain - form.ends_thinking - form.opens_thinking),
+    )

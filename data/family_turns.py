@@ -17,20 +17,23 @@ from data.families import Writing
 from data.family_calls import bodies, call_error, read_call
 from data.jsonl import plain_json
 from data.tool_formats.base import ParsedTurn
+from data.tool_formats.gemma import GEMMA
+from data.tool_formats.glm import GLM
+from data.tool_formats.harmony import HARMONY
 from data.tool_formats.hermes import HERMES
 from data.tool_formats.llama3_json import LLAMA3_JSON
 from data.tool_formats.mistral import MISTRAL
 from data.tool_formats.pythonic import PYTHONIC
 from data.tool_formats.qwen3_coder import QWEN3_CODER
-from data.tool_formats.turn import calls_elsewhere
+from data.tool_formats.turn import Bad, calls_elsewhere
 from data.types import FinishReason
 from envs.types import ToolSpec
 
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
-_OTHER_FORMS = (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL)
-_LEFT_OUT = "it stands where no call is read"
+_OTHER_FORMS = (HERMES, QWEN3_CODER, GLM, LLAMA3_JSON, PYTHONIC, MISTRAL, GEMMA, HARMONY)
+_LEFT_OUT = "it is not of the right form, or stands where no call is read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,7 @@ def read_response(
     elif not was_cut:
         reasons += [_LEFT_OUT] * left_out
         if not attempts and not reasons:
-            reasons = [bad.reason for bad in calls_elsewhere(content, _OTHER_FORMS, tools)]
+            reasons = [bad.reason for bad in calls_elsewhere(content, _OTHER_FORMS, tools) if isinstance(bad, Bad)]
     calls += [
         call_error(f"{call_id_prefix}_{number}", reason, form.example)
         for number, reason in enumerate(reasons, start=len(calls))
@@ -107,7 +110,7 @@ def read_all(
 ) -> tuple[ParsedResponse, bool]:
     """What the package reads in all sections of calls, and whether it left a call out."""
     response = read(token_ids)
-    if response.reasoning_complete is False or form.opener not in token_ids:
+    if response.reasoning_complete is False or not {form.opener, *form.around}.intersection(token_ids):
         return response, False
     end = _end_of(response.tool_calls)
     rest = token_ids[end:]
@@ -122,8 +125,10 @@ def read_all(
     begin = min((start for start, _ in filter(None, spans)), default=len(token_ids))
     begin = max((place for place in thought if place < begin), default=0)
     read_places = {place for span in spans if span for place in range(*span)}
-    openers = (place for place, token in enumerate(token_ids) if token == form.opener)
-    return response, any(place >= begin and place not in read_places for place in openers)
+    # Where no call was read at all, an empty or broken section is one that was meant.
+    marks = {form.opener} if response.tool_calls else {form.opener, *form.around}
+    marked = (place for place, token in enumerate(token_ids) if token in marks)
+    return response, any(place >= begin and place not in read_places for place in marked)
 
 
 def _end_of(calls: Sequence[ParsedToolCall]) -> int:
