@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from jsonschema.validators import extend
 
 from envs.types import ToolCall, ToolSpec
 
 _SHOWN = 200
 """Characters of what the model wrote that a message repeats; it knows the rest."""
+
+
+Check = Callable[[Any, Any, Any, Mapping[str, Any]], Iterator[ValidationError]]
+
+
+def _or_null(check: Check) -> Check:
+    def checked(validator: Any, wanted: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+        if instance is not None or schema.get("nullable") is not True:
+            yield from check(validator, wanted, instance, schema)
+
+    return checked
+
+
+# OpenAPI's `nullable`, which many tools' schemas have, is no word of JSON schema.
+_Validator = extend(
+    Draft202012Validator, {word: _or_null(Draft202012Validator.VALIDATORS[word]) for word in ("type", "enum")}
+)
 
 
 def check_tools(tools: Sequence[ToolSpec]) -> None:
@@ -39,7 +58,7 @@ def call_error(call: ToolCall, tools: Sequence[ToolSpec]) -> str | None:
         return f"error: unknown tool {_cut(repr(call.name))}; tools: {', '.join(t.name for t in tools)}"
     names = ", ".join(tool.parameters.get("properties", {}))
     try:
-        problem = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments)))
+        problem = best_match(_Validator(dict(tool.parameters)).iter_errors(dict(call.arguments)))
     except OverflowError:
         # An integer of hundreds of digits, where the schema wants a multiple of a fraction.
         return f"error: {call.name}: a number is too large; arguments: {names}"

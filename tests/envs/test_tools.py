@@ -83,3 +83,12 @@ def test_a_schema_that_is_none_names_its_tool(schema: dict[str, Any], where: str
 
 def test_right_schemas_pass() -> None:
     check_tools([tool(), tool(a={"type": ["string", "null"]})])
+
+
+@pytest.mark.parametrize("wanted", [{"type": "integer"}, {"type": "string", "enum": ["a", "b"]}])
+def test_nullable_takes_null_and_nothing_else_more_b08(wanted: dict[str, Any]) -> None:
+    assert told(tool(n=wanted), n=None) is not None
+    assert told(tool(n=wanted | {"nullable": True}), n=None) is None
+    assert told(tool(n=wanted | {"nullable": True}), n=[]) is not None
+    nested = tool(n={"type": "array", "items": wanted | {"nullable": True}})
+    assert told(nested, n=[None]) is None
