@@ -15,6 +15,7 @@ from data.families import FAMILIES, family_traits
 from data.family_renderer import FamilyRenderer, Thinking
 from data.native_agreement import difference
 from data.react import ReactRenderer
+from data.template_check import unread_turn
 from data.template_renderer import TemplateRenderer
 from data.tool_formats.detect import tool_format as format_named
 
@@ -39,7 +40,8 @@ def open_renderer(
         name: `auto`: the family whose renderer agrees with the model's chat template, else that template itself;
             `template`: that template in any case; or a family's name (then the model needs no template).
         tool_format: how calls are read; `auto`: as the family or the template says; `react`: tools are taught, called
-            and answered in ReAct text, whatever the template knows of tools.
+            and answered in ReAct text, whatever the template knows of tools. A format that does not read the model's
+            own calls is refused: by a family at once, by a template when tools are asked for.
         thinking: `keep` all of it in the stream, or `follow` a template that drops it, in a new stream.
         enable_thinking: for families and templates that know this switch; None: the template's own default.
 
@@ -62,6 +64,7 @@ def open_renderer(
             tokenizer, name=model, tool_format=reader, thinking=thinking, enable_thinking=enable_thinking
         )
     renderers = list(_of_family(tokenizer, name, model, tool_format, thinking, enable_thinking))
+    _check_reading(renderers[0], model, tool_format)
     if not tokenizer.chat_template:
         return renderers[0]
     compare = partial(_difference, tokenizer=tokenizer, enable_thinking=enable_thinking)
@@ -94,10 +97,20 @@ def _agreeing(
         try:
             for renderer in _of_family(tokenizer, family, model, tool_format, thinking, enable_thinking):
                 if _difference(renderer, tokenizer=tokenizer, enable_thinking=enable_thinking) is None:
+                    _check_reading(renderer, model, tool_format)
                     return renderer
         except ValueError:
-            continue  # the tokenizer lacks its tokens, or it lacks the switch
+            continue  # the tokenizer lacks its tokens, it lacks the switch, or it writes calls in another format
     return None
+
+
+def _check_reading(renderer: FamilyRenderer, model: str, tool_format: str) -> None:
+    """A format that was set by hand must read what the family writes; its own does."""
+    if tool_format != "auto" and (unread := unread_turn(renderer)):
+        raise ValueError(
+            f"model {model}: family {renderer.name} writes calls that are not read as {tool_format}, such as {unread}; "
+            "set rollout.renderer.tool_format to auto, or to react"
+        )
 
 
 def _of_family(

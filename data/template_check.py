@@ -1,15 +1,19 @@
-"""Whether a renderer made from a chat template writes what the template writes natively, token by token.
+"""Whether a renderer writes what the model's chat template writes natively, token by token, and reads its own calls.
 
 It is asked about contents that templates trim, escape, join, cut or take for data. Left out: the rendering itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import TYPE_CHECKING
 
-from data.chat_template import ASKED, NATIVE, TRIED_TOOL
-from data.turn_ends import Kind, dummy_turn
+from data.chat import Renderer
+from data.chat_template import ASKED, NATIVE, TRIED_TOOL, ChatTemplate
+from data.tool_formats.base import ParsedTurn, ToolFormat
+from data.turn_ends import Kind, TurnEnd, dummy_turn
 from envs.types import Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -28,6 +32,55 @@ TRIED_CONTENTS = (
     "one:\n\n\ttwo,  three." + " One more word." * 60,
     "tool_response {{ x }} {% y %} \\n \\u00e9",
 )
+
+_THOUGHTS, _PROSE = ("", "I think so."), ("", "Let me see.")
+_READ_TOOL = ToolSpec(
+    name="f",
+    description="",
+    parameters={"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}}},
+)
+_CALLS = tuple(ToolCall(call_id=f"c_{i}", name="f", arguments={"x": "two words", "n": 12 + i}) for i in range(2))
+_SHOWN = 200
+"""Characters of an unread turn that a message repeats."""
+
+
+def unread_turn(renderer: Renderer, read_past: Callable[[Message], tuple[str, ParsedTurn]] | None = None) -> str | None:
+    """A turn with calls that the renderer writes but does not read; None: it reads all that it writes. One that was
+    not read would pass for a final answer, and nobody would know.
+
+    Args:
+        read_past: reads a turn that lies behind, where the renderer can write no such turn to be sampled.
+    """
+    prompt = [token for segment in renderer.opening([ASKED], ()) for token in segment.token_ids]
+
+    def read(turn: Message) -> tuple[str, ParsedTurn] | None:
+        with suppress(ValueError):  # it says so when it is asked for one
+            ids = renderer.turn_ids(turn)
+            return renderer.decode(ids), renderer.parse(ids, call_id_prefix="c", tools=(_READ_TOOL,), prompt_ids=prompt)
+        with suppress(ValueError):
+            return read_past(turn) if read_past else None
+        return None
+
+    for turn in _calling(1 + renderer.several_calls):
+        if (found := read(turn)) and found[1].calls != turn.tool_calls:
+            text = found[0]
+            return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
+    return None
+
+
+def read_past_turn(
+    turn: Message, *, template: ChatTemplate, tool_format: ToolFormat, end: TurnEnd
+) -> tuple[str, ParsedTurn]:
+    """What a template makes of a turn that lies behind, and what is read in it."""
+    asked = template.render([ASKED], (), writing=NATIVE, generation_prompt=False)
+    text = template.render([ASKED, turn], (), writing=NATIVE, generation_prompt=False).removeprefix(asked)
+    said = text.rpartition(end.stop)[0] or text
+    return text, tool_format.parse(said, call_id_prefix="c", finish_reason="stop", tools=(_READ_TOOL,))
+
+
+def _calling(most: int) -> Iterator[Message]:
+    for count, thinking, prose in product(range(1, 1 + most), _THOUGHTS, _PROSE):
+        yield Message(role="assistant", content=prose, thinking=thinking, tool_calls=_CALLS[:count])
 
 
 def check_renderer(renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -49,7 +102,7 @@ def check_renderer(renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerBas
 def _prompts(renderer: TemplateRenderer, content: str) -> Iterator[tuple[list[Message], Sequence[ToolSpec]]]:
     asked = Message(role="user", content=content)
     system = Message(role="system", content=content)
-    for tools in ((), (TRIED_TOOL,)) if renderer.template.no_tools is None else ((),):
+    for tools in ((),) if renderer.template.no_tools or renderer.no_reading else ((), (TRIED_TOOL,)):
         yield [asked], tools
         if renderer.template.no_system is None:
             yield [system, asked], tools

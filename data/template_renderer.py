@@ -8,31 +8,41 @@
 All of it goes through the guard, so that no text becomes a control token, and the ids of texts that spell none are the
 native ones. Sampled ids are never made again: the bridge of a dummy turn is appended to what was sampled. What a
 template rewrites when the conversation goes on (thinking that it drops, mostly) is found out at start-up, and so is
-whether prompts, bridges and turns are those of the native rendering (`data/template_check.py`).
+whether prompts, bridges and turns are those of the native rendering, and whether the calls that the template writes are
+read (`data/template_check.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from data.chat_template import ASKED, TRIED_CALL, ChatTemplate
+from data.chat_template import ASKED, ChatTemplate
 from data.guard import START, Guard, GuardedToken
-from data.template_check import check_renderer
+from data.template_check import check_renderer, read_past_turn, unread_turn
+from data.template_description import Thinking, describe
 from data.tool_formats.base import ParsedTurn, ToolFormat
 from data.tool_formats.detect import detect_tool_format
-from data.turn_ends import Kind, TurnEnd, after_turn, depends_on_history, dummy_turn, find_end, sampled_text
+from data.turn_ends import (
+    Kind,
+    TurnEnd,
+    after_turn,
+    answered_calls,
+    depends_on_history,
+    dummy_turn,
+    find_end,
+    sampled_text,
+)
 from data.turn_history import Thought, find_thinking, is_rewritten
 from data.types import FinishReason, Segment, Source
 from envs.types import Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Thinking = Literal["keep", "follow"]
 
 _TWO_CALLS = ("call_0", "call_1")
 _DEPENDS_ON_HISTORY = "its chat template depends on the turns before in what it writes around"
@@ -44,7 +54,8 @@ class TemplateRenderer:
     Args:
         tokenizer: a fast tokenizer with a `chat_template`.
         name: what error messages call the model.
-        tool_format: how the model writes calls; unless given, as its template does.
+        tool_format: how the model writes calls; unless given, as its template does. Where it does not read the calls
+            that the template writes, tools, turns with calls and results are refused (`no_reading` says why).
         thinking: `keep`: a stream only grows. `follow`: where the template would rewrite what came before, `bridge`
             gives None, and a new stream starts.
         enable_thinking: passed to the template unless None.
@@ -71,10 +82,13 @@ class TemplateRenderer:
         self.control_tokens: Mapping[int, str] = self._guard.control_tokens
         self._token_ids = {text: token_id for token_id, text in self.control_tokens.items()}
         self.template = ChatTemplate(tokenizer, self._guard, name=name, enable_thinking=enable_thinking)
-        self._tool_format = tool_format or detect_tool_format(self.template.source, self.control_tokens.values())
+        self.tool_format = tool_format or detect_tool_format(self.template.source, self.control_tokens.values())
+        self._last_turn: tuple[tuple[int, ...], tuple[ToolCall, ...]] = ((), ())
         self._learn_turns()
         self._learn_history()
-        self.description = self._describe()
+        self.no_reading: str | None = None
+        self.no_reading = self._try_reading()
+        self.description = describe(self, thinking)
         check_renderer(self, tokenizer)
 
     def _learn_turns(self) -> None:
@@ -133,9 +147,23 @@ class TemplateRenderer:
                 after_turn(self.template, named[0], [result, ASKED])
                 self.takes_user_after_results = True
 
+    def _try_reading(self) -> str | None:
+        """Why calls are not read, although the template writes them."""
+        if self.template.no_calls:
+            return None
+        end = self.ends.get(Kind.CALLS, self.ends[Kind.ANSWER])
+        past = partial(read_past_turn, template=self.template, tool_format=self.tool_format, end=end)
+        unread = unread_turn(self, past)
+        return unread and (
+            f"model {self.model}: its chat template writes calls that are not read as {self.tool_format.name}, such as "
+            f"{unread}; set rollout.renderer.tool_format to the format of its calls, or to react"
+        )
+
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
         if tools and self.template.no_tools:
             raise ValueError(f"{self.template.no_tools}; add them to chat_template.jinja, or set tool_format to react")
+        if tools and self.no_reading:
+            raise ValueError(self.no_reading)
         for message in messages:
             self._check_calls(message)
         text = self._render(messages, tools) if messages else self._empty_opening(tools)
@@ -150,16 +178,18 @@ class TemplateRenderer:
         tools: Sequence[ToolSpec],
     ) -> list[Segment] | None:
         call_ids = [message.call_id for message in messages if message.call_id is not None]
-        if call_ids and self.no_results:
-            raise ValueError(self.no_results)
+        if call_ids and (reason := self.no_results or self.no_reading):
+            raise ValueError(reason)
         kind = Kind.CALLS if call_ids else Kind.ANSWER
         if self._thinking == "follow" and self._would_rewrite(messages, kind, prompt_ids, sampled_ids, tools):
             return None
-        names = ()
+        names: list[str] = []
         if self._names_matter and call_ids:
-            parsed = self.parse(sampled_ids, call_id_prefix="", tools=tools, prompt_ids=prompt_ids)
-            named = [call.name if isinstance(call, ToolCall) else TRIED_CALL.name for call in parsed.calls]
-            names = named[: len(call_ids)]
+            # No text of a turn says the ids that a demonstration gave to its calls.
+            written = self._last_turn[1] if self._last_turn[0] == tuple(sampled_ids) else ()
+            prefix = call_ids[0].rpartition("_")[0]
+            parsed = self.parse(sampled_ids, call_id_prefix=prefix, tools=tools, prompt_ids=prompt_ids)
+            call_ids, names = answered_calls(call_ids, (written, parsed.calls))
         if call_ids and not self.several_calls:
             # The template for one call a turn takes several results all the same.
             call_ids, names = call_ids[:1], names[:1]
@@ -183,14 +213,19 @@ class TemplateRenderer:
 
     def turn_ids(self, message: Message) -> tuple[int, ...]:
         self._check_calls(message)
+        if message.tool_calls and self.no_reading:
+            raise ValueError(self.no_reading)
         kind = Kind.CALLS if message.tool_calls else Kind.ANSWER
         end = self.ends.get(kind, self.ends[Kind.ANSWER])
         said = sampled_text(self.template, message, self._prompt_text, end)
         ids = self._encode(self._prompt_text + said)
         if ids[: len(self._prompt)] == self._prompt:
-            return tuple(ids[len(self._prompt) :])
-        # They would grow together; a policy samples after the prompt's own ids.
-        return tuple(token.token_id for token in self._guard.encode_after(said))
+            sampled = tuple(ids[len(self._prompt) :])
+        else:
+            # They would grow together; a policy samples after the prompt's own ids.
+            sampled = tuple(token.token_id for token in self._guard.encode_after(said))
+        self._last_turn = (sampled, message.tool_calls)
+        return sampled
 
     def parse(
         self,
@@ -203,7 +238,7 @@ class TemplateRenderer:
     ) -> ParsedTurn:
         body = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
         # Control tokens are kept: a parser that does not see the call markers finds no call.
-        return self._tool_format.parse(
+        return self.tool_format.parse(
             self.decode(body),
             call_id_prefix=call_id_prefix,
             finish_reason=finish_reason,
@@ -212,7 +247,7 @@ class TemplateRenderer:
         )
 
     def structural_tag(self, tools: Sequence[ToolSpec]) -> str | None:
-        return self._tool_format.structural_tag(tools)
+        return self.tool_format.structural_tag(tools)
 
     def encode_text(self, text: str) -> list[int]:
         return self._encode(self._guard.mark(text))
@@ -280,35 +315,6 @@ class TemplateRenderer:
         assert self._marks is not None
         closing_id = self._token_ids.get(self._marks.closing)
         return self._marks.closing in self.decode(token_ids) if closing_id is None else closing_id in token_ids
-
-    def _describe(self) -> str:
-        ends = ", ".join(self.control_tokens[token] for token in self.stop_token_ids)
-        without = {
-            "system message": self.template.no_system,
-            "tools": self.template.no_tools,
-            "calls": self.template.no_calls,
-            "results": self.no_results,
-        }
-        missing = [name for name, reason in without.items() if reason]
-        return "; ".join(
-            [
-                f"{self.model}: its chat template, calls as {self._tool_format.name}, turns end with {ends}",
-                self._describe_thinking(),
-                *([f"it writes no {', no '.join(missing)}"] if missing else []),
-                f"{len(self.control_tokens)} control tokens, which no text becomes: "
-                + " ".join(self.control_tokens.values()),
-            ]
-        )
-
-    def _describe_thinking(self) -> str:
-        words = {Kind.ANSWER: "a user message", Kind.CALLS: "a tool result"}
-        causes = [word for kind, word in words.items() if any(self.rewrites.get((kind, one)) for one in Thought)]
-        if not causes:
-            return "the template never rewrites earlier turns"
-        when = " or ".join(causes)
-        if self._thinking == "follow":
-            return f"thinking followed: a new stream starts where {when} makes it rewrite earlier turns"
-        return f"thinking kept: a stream only grows, although {when} makes the template rewrite earlier turns"
 
 
 def segments_of(tokens: Iterable[GuardedToken]) -> list[Segment]:

@@ -107,6 +107,17 @@ def test_what_is_named_is_taken() -> None:
     assert isinstance(open_renderer(tokenizer, model="m", tool_format="react"), ReactRenderer)
 
 
+def test_a_tool_format_that_does_not_read_the_model_s_calls_is_refused() -> None:
+    tokenizer = family_tokenizer("qwen3", "qwen3")
+    assert isinstance(open_renderer(tokenizer, model="m", tool_format="hermes"), FamilyRenderer)
+    with pytest.raises(ValueError, match=r"^model m: family qwen3 writes calls that are not read as glm, such as "):
+        open_renderer(tokenizer, model="m", name="qwen3", tool_format="glm")
+    for name in ("auto", "template"):
+        renderer = open_renderer(tokenizer, model="m", name=name, tool_format="glm")
+        with pytest.raises(ValueError, match=r"^model m: its chat template writes calls that are not read as glm"):
+            renderer.opening([Message(role="user", content="Hi")], [TOOL])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_needs_no_template_where_it_is_named(family: str) -> None:
     tokenizer = family_tokenizer(family)

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import AddedToken
 
 from data.template_renderer import TemplateRenderer
+from data.tool_formats.detect import TOOL_FORMATS
 from envs.types import Message, ToolCall
 from tests.data.chat_tokenizers import CHATML, make_tokenizer, peer_template, small_core, tokenizer_for
 from tests.data.renderings import TOOL, bridge_after, ids_of
@@ -103,6 +104,47 @@ def test_a_template_without_tools_serves_without_tools() -> None:
         renderer.turn_ids(Message(role="assistant", tool_calls=CALLS[:1]))
     with pytest.raises(ValueError, match=r"^model m: its chat template drops contents"):
         renderer.opening([USER, Message(role="assistant", tool_calls=CALLS[:1])], [])
+
+
+def test_a_template_whose_calls_are_not_read_serves_without_tools() -> None:
+    """Muse Glimmer's, which no format reads: its calls would pass for final answers."""
+    renderer = TemplateRenderer(tokenizer_for(peer_template("muse_glimmer")), name="m")
+    reason = r"^model m: its chat template writes calls that are not read as llama3_json, such as ' to=f<\|message\|>"
+    assert "no tools, since its calls are not read as llama3_json" in renderer.description
+    assert ids_of(renderer.opening([USER], []))
+    assert bridge_after(renderer, [USER])
+    for refused in (
+        lambda: renderer.opening([USER], [TOOL]),
+        lambda: renderer.turn_ids(Message(role="assistant", tool_calls=CALLS[:1])),
+        lambda: bridge_after(renderer, [Message(role="tool", content="7", call_id="c")], turn=[1]),
+    ):
+        with pytest.raises(ValueError, match=f"{reason}.*; set rollout.renderer.tool_format .* or to react") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_6", "llama3_1", "lfm2_v2", "glm4moe", "gemma4", "gptoss"])
+def test_a_tool_format_that_is_not_the_template_s_is_refused(template: str) -> None:
+    tokenizer = tokenizer_for(peer_template(template))
+    own = TemplateRenderer(tokenizer, name="m")
+    assert own.no_reading is None
+    for name, other in TOOL_FORMATS.items():
+        renderer = TemplateRenderer(tokenizer, name="m", tool_format=other)
+        # Qwen3's JSON is what Llama 3 writes without tags.
+        if name == own.tool_format.name or (template, name) == ("qwen3", "llama3_json"):
+            assert ids_of(renderer.opening([USER], [TOOL])) == ids_of(own.opening([USER], [TOOL]))
+        else:
+            with pytest.raises(ValueError, match=f"^model m: .* not read as {name}, such as "):
+                renderer.opening([USER], [TOOL])
+
+
+def test_calls_that_lie_behind_are_read_too_where_no_turn_can_be_sampled() -> None:
+    """A template that drops the thinking which its generation prompt opens, in every turn of its own."""
+    opened = CHATML.replace("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>\n' }}")
+    assert renderer_of(opened).no_reading is None
+    renderer = renderer_of(opened.replace("<tool_call>", "<call>").replace('"name"', '"tool"'))
+    assert renderer.no_reading is not None
+    assert "such as '<|im_start|>assistant\\n<call>" in renderer.no_reading
 
 
 def test_calls_that_the_template_drops_do_not_keep_it_from_answering_them() -> None:

@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from data.template_renderer import TemplateRenderer
@@ -19,6 +21,7 @@ from data.turn_history import Thought
 from envs.types import Message, ToolCall, ToolSpec
 from tests.data.chat_tokenizers import peer_templates, tokenizer_for
 from tests.data.renderings import TOOL, bridge_after, ids_of
+from tests.data.test_types import no_clock
 from tests.golden.trl_templates import PATH, row
 
 NAMES = sorted(peer_templates())
@@ -29,6 +32,9 @@ THINKING = {"gptoss": "thinking", "gptoss_training": "thinking", "lfm2_2_5": "th
 CONTENTS = (
     "It is 12.", "", "\n a\n\n\tb  ", "É 日本 👩\u200d👧 e\u0301", '{"x": [1, null]}', "two\nlines", "x " * 300,
 )  # fmt: skip
+# They write texts between quotes as they are; a call with a line break is an error when it is read.
+NO_LINE_BREAKS = ("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl")
+NOT_READ = r"^model \w+: its chat template writes calls that are not read as \w+, such as .*; set rollout\.renderer\."
 
 
 @cache
@@ -75,7 +81,7 @@ def test_prompts_are_native(name: str) -> None:
         chat = [Message(role="user", content=content)]
         if "system message" not in EXPECTED[name]:
             chat.insert(0, Message(role="system", content=content))
-        for tools in [[]] if "no tools" in EXPECTED[name] else [[], [TOOL]]:
+        for tools in [[]] if "no tools" in EXPECTED[name] or renderer.no_reading else [[], [TOOL]]:
             assert ids_of(renderer.opening(chat, tools)) == native(name, chat, tools)
 
 
@@ -102,7 +108,7 @@ def test_bridges_and_turns_are_native(name: str, kind: Kind) -> None:
     """Prompt, turn and bridge are the native rendering where the table says exact. Everywhere else, the bridge is what
     the native rendering ends with, and the stream differs from it."""
     renderer, _ = load(name)
-    if kind not in renderer.ends:
+    if kind not in renderer.ends or (kind is Kind.CALLS and renderer.no_reading):
         assert EXPECTED[name].split("\t")[1 + list(Kind).index(kind)] == "refused"
         return
     asked = Message(role="user", content="Do it.")
@@ -131,6 +137,48 @@ def test_bridges_and_turns_are_native(name: str, kind: Kind) -> None:
                 # Two line breaks grow together across the end of the prompt; no policy could sample that.
                 assert renderer.decode(stream) == renderer.decode(expected)
                 assert thought is Thought.EMPTY
+
+
+ARGUMENTS = st.fixed_dictionaries(
+    {"x": st.text("ab 日É\n{}<:,", max_size=8).map(str.strip), "n": st.integers(-9, 10**6), "on": st.booleans()}
+)
+READ = ToolSpec(
+    name="f",
+    description="",
+    parameters={
+        "type": "object",
+        "properties": {"x": {"type": "string"}, "n": {"type": "integer"}, "on": {"type": "boolean"}},
+    },
+)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "calls (" not in EXPECTED[name]])
+@settings(no_clock, max_examples=8)
+@given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=2), prose=st.sampled_from(["", "Let me see."]))
+def test_a_template_s_own_calls_are_read_or_refused(name: str, arguments: list[dict[str, Any]], prose: str) -> None:
+    """A call that is written but not read would pass for a final answer."""
+    renderer, _ = load(name)
+    assume(name not in NO_LINE_BREAKS or not any("\n" in one["x"] for one in arguments))
+    asked = Message(role="user", content="Do it.")
+    calls = tuple(ToolCall(call_id=f"c_{i}", name="f", arguments=one) for i, one in enumerate(arguments))
+    turns = [
+        Message(role="assistant", content=prose, thinking=thought, tool_calls=calls[: 1 + renderer.several_calls])
+        for thought in ("", "Hm.")
+    ]
+    if EXPECTED[name].split("\t")[4].startswith("none"):
+        for turn in turns:
+            with pytest.raises(ValueError, match=NOT_READ):
+                renderer.turn_ids(turn)
+        with pytest.raises(ValueError, match=f"{NOT_READ}|(ends a turn of|depends on)"):
+            bridge_after(renderer, [Message(role="tool", content="7", call_id="c_0")], turn=[1])
+        with pytest.raises(ValueError, match=f"{NOT_READ}|writes no tools"):
+            renderer.opening([asked], [READ])
+        return
+    prompt = ids_of(renderer.opening([asked], []))
+    written = [(turn, ids) for turn in turns if (ids := sampled_ids(renderer, turn))]
+    assert written
+    for turn, ids in written:
+        assert renderer.parse(ids, call_id_prefix="c", tools=[READ], prompt_ids=prompt).calls == turn.tool_calls
 
 
 def test_arguments_of_a_family_that_wants_text() -> None:

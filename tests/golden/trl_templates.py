@@ -14,7 +14,7 @@ from tests.data.chat_tokenizers import peer_templates, tokenizer_for
 from tests.golden.tables import FOLDER
 
 PATH = FOLDER / "trl_templates.tsv"
-_COLUMNS = ("template", "a user message comes", "tool results come", "turns end with", "cannot write")
+_COLUMNS = ("template", "a user message comes", "tool results come", "turns end with", "calls read as", "cannot write")
 
 
 def row(name: str, template: str) -> str:
@@ -22,21 +22,29 @@ def row(name: str, template: str) -> str:
     try:
         renderer = TemplateRenderer(tokenizer_for(template), name=name)
     except ValueError as error:
-        return "\t".join([name, f"refused: {error}", "", "", ""])
+        return "\t".join([name, f"refused: {error}", "", "", "", ""])
     ends = ", ".join(renderer.control_tokens[token] for token in renderer.stop_token_ids)
-    return "\t".join([name, *(outcome(renderer, kind) for kind in Kind), ends, "; ".join(missing(renderer)) or "-"])
+    outcomes = (outcome(renderer, kind) for kind in Kind)
+    return "\t".join([name, *outcomes, ends, read_as(renderer), "; ".join(missing(renderer)) or "-"])
 
 
 def outcome(renderer: TemplateRenderer, kind: Kind) -> str:
     """`exact`: the stream and the native rendering are the same ids. `new stream`: the template rewrites what came
     before (after turns with, without, or with empty thinking)."""
-    if kind not in renderer.ends:
+    if kind not in renderer.ends or (kind is Kind.CALLS and renderer.no_reading):
         return "refused"
     rewritten = [thought.value for thought in Thought if renderer.rewrites[kind, thought]]
     if not rewritten:
         return "exact"
     always = len(rewritten) == len(Thought)
     return "new stream" if always else f"exact; new stream where thinking is {' or '.join(rewritten)}"
+
+
+def read_as(renderer: TemplateRenderer) -> str:
+    """The format that reads the template's own calls."""
+    if renderer.template.no_calls:
+        return "-"
+    return "none: tools are refused" if renderer.no_reading else renderer.tool_format.name
 
 
 def missing(renderer: TemplateRenderer) -> list[str]:
