@@ -92,7 +92,7 @@ def everything_said(renderer: TemplateRenderer, said: str) -> list[list[int]]:
     template = renderer.template
     tools = (
         []
-        if template.no_tools
+        if template.no_tools or renderer.no_reading
         else [
             ToolSpec(
                 name=said or "f",
@@ -116,6 +116,7 @@ def everything_said(renderer: TemplateRenderer, said: str) -> list[list[int]]:
         following = [user] if not turn.tool_calls else results
         if not turn.tool_calls or renderer.no_results is None:
             rendered.append(ids_of(renderer.opening([*opening, turn, *following], tools)))
+        if not turn.tool_calls or (renderer.no_results is None and renderer.no_reading is None):
             rendered.append(ids_of(bridge_after(renderer, following)))
             rendered.append(ids_of(bridge_after(renderer, following, finish="length")))
         try:

@@ -70,10 +70,9 @@ def test_no_text_becomes_a_control_token(renderer: TemplateRenderer, text: str) 
 @settings(no_clock, max_examples=25)
 @given(text=hostile)
 def test_an_observation_is_one_tool_segment_that_says_the_text(renderer: TemplateRenderer, text: str) -> None:
-    following = [
-        Message(role="user", content=text) if renderer.no_results else Message(role="tool", content=text, call_id="c")
-    ]
-    segments = bridge_after(renderer, following)
+    answers_calls = renderer.no_results is None and renderer.no_reading is None
+    user, result = Message(role="user", content=text), Message(role="tool", content=text, call_id="c")
+    segments = bridge_after(renderer, [result if answers_calls else user])
     observed = [segment for segment in segments if segment.source is Source.TOOL]
     assert len(observed) == (1 if text.strip() else 0)
     assert not control_ids(renderer, ids_of(observed))
