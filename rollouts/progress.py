@@ -15,7 +15,7 @@ from rollouts.types import Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the next completion would be sampled after. It joins a stream only when it is.
+    """What the next completion would be sampled after. It joins a stream only when one is.
 
     segments: what it adds, to the last stream or to a new one.
     token_ids: all of it `[n]`.
@@ -44,27 +44,31 @@ class Progress:
     turns: list[Turn] = field(default_factory=list)
     count: TokenCount = field(default_factory=TokenCount)
     forged: int = 0
-    _context: list[int] = field(default_factory=list)
+    _asked: Prompt | None = None
 
     def prompt(self, segments: Sequence[Segment], *, new_stream: bool) -> Prompt:
         """The prompt that these segments make."""
         token_ids = [] if new_stream else self.streams[-1].token_ids
         for segment in segments:
             token_ids += segment.token_ids
-        repeated = common_prefix(self._context, token_ids) if new_stream else len(self._context)
+        before = [] if self._asked is None else self._asked.token_ids
+        repeated = common_prefix(before, token_ids) if new_stream else len(before)
         return Prompt(segments=segments, new_stream=new_stream, token_ids=token_ids, repeated=repeated)
 
     def ask(self, prompt: Prompt) -> None:
-        """The prompt goes to the engine."""
-        if prompt.new_stream:
-            self.streams.append(TokenStream())
-        for segment in prompt.segments:
-            self.streams[-1].append(segment)
-        self._context = prompt.token_ids
+        """The prompt goes to the engine. It is in no stream before the answer is there: a trainer has no use for what
+        nothing follows."""
+        self._asked = prompt
 
     def add_sampled(self, completion: Completion) -> None:
-        """What was sampled is on record at once, whatever comes of it, as it is in the ledger."""
-        self.streams[-1].append(Segment.sampled(completion))
+        """What was sampled is on record at once, whatever comes of it, as it is in the ledger; and so is what was asked
+        before."""
+        prompt = self._asked
+        assert prompt is not None
+        if prompt.new_stream:
+            self.streams.append(TokenStream())
+        for segment in (*prompt.segments, Segment.sampled(completion)):
+            self.streams[-1].append(segment)
 
     def add_turn(self, completion: Completion, prompt: Prompt, parsed: ParsedTurn, generate_s: float) -> None:
         """What the completion says. It is no part of the conversation yet: half an answer is no answer, and a call that

@@ -71,16 +71,29 @@ class Replay:
         """What comes out differently today, one line each with its place; nothing where streams, masks and turns are
         the same. Errors as `run`."""
         replayed = await self.run(recorded)
+        from_outside = recorded.stop_reason in _ENDED_FROM_OUTSIDE
         found = [
-            *_stream_differences(recorded.streams, replayed.streams, self.renderer.decode),
+            *_stream_differences(_sampled(recorded.streams), replayed.streams, self.renderer.decode),
             *_turn_differences(recorded.turns, replayed.turns),
         ]
-        if recorded.stop_reason not in _ENDED_FROM_OUTSIDE and replayed.stop_reason is not recorded.stop_reason:
+        if not from_outside and replayed.stop_reason is not recorded.stop_reason:
             why = f" ({replayed.cause})" if replayed.error else ""
             found.append(f"it ended by {recorded.stop_reason.value}, now by {replayed.stop_reason.value}{why}")
-        if recorded.forged != replayed.forged:
+        # One that was lost before its first turn may have ended before they were counted.
+        if recorded.forged != replayed.forged and (recorded.turns or not from_outside):
             found.append(f"forged control tokens: {recorded.forged}, now {replayed.forged}")
         return [f"{recorded.trajectory_id}: {line}" for line in found]
+
+
+def _sampled(streams: Sequence[TokenStream]) -> list[TokenStream]:
+    """Each stream up to the last token that was sampled. What was asked last and never answered is in older records,
+    and nothing tells whether it would be asked again."""
+    kept: list[TokenStream] = []
+    for stream in streams:
+        sampled = [index for index, segment in enumerate(stream) if segment.source is Source.MODEL]
+        if sampled:
+            kept.append(TokenStream(stream.segments[: sampled[-1] + 1]))
+    return kept
 
 
 def _stream_differences(

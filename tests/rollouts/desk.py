@@ -175,7 +175,8 @@ def attempt(engine: Engine, task: Task = TASK, **options: Any) -> Trajectory:
 
 
 def check_record(trajectory: Trajectory, ledger: Ledger, engine: Engine) -> None:
-    """Every completion is in one stream, token for token, and has its turn; every prompt is what stands before it."""
+    """Every completion is in one stream, token for token, and has its turn; every prompt is what stands before it; what
+    got no answer is in no stream."""
     sampled = [segment for stream in trajectory.streams for segment in stream if segment.source is Source.MODEL]
     recorded = [completion for completion in ledger if completion.token_ids]
     assert [s.completion_id for s in sampled] == [c.completion_id for c in recorded]
@@ -192,10 +193,8 @@ def check_record(trajectory: Trajectory, ledger: Ledger, engine: Engine) -> None
     assert [(turn.stream, turn.prompt_tokens) for turn in trajectory.turns] == [(n, len(ids)) for n, ids in before]
     if isinstance(engine, ScriptedEngine):
         prompts = [prompt for _, prompt in before]
-        asked = engine.prompts[: len(prompts)]
-        assert asked == prompts
-        if len(engine.prompts) > len(asked):  # it gave no answer
-            assert tuple(trajectory.streams[-1].token_ids) == engine.prompts[-1]
+        assert engine.prompts[: len(prompts)] == prompts
+    assert all(stream.segments[-1].source is Source.MODEL for stream in trajectory.streams)
 
 
 def _places(stream: TokenStream) -> list[tuple[int, Segment]]:

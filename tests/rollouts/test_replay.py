@@ -13,6 +13,7 @@ import pytest
 
 from data.chat import Renderer
 from data.tool_formats.base import ParsedTurn
+from data.types import Segment, Source, TokenStream
 from envs.types import Task
 from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig
 from rollouts.engine_scripted import ScriptedEngine
@@ -40,15 +41,18 @@ STORIES: dict[str, tuple[Sequence[Sequence[int]], dict[str, Any], StopReason]] =
     "the clock": ([say("", ("wait", "x"))], {"wall_clock_s": 0.5, "tool_timeout_s": 60.0}, StopReason.WALL_CLOCK),
     "a lost sandbox": ([say("", ("echo", "x")), say("", ("break", "x"))], {}, StopReason.SANDBOX_ERROR),
     "a lost engine": ([say("", ("echo", "x")), say("ok")], {"fail_calls": [1]}, StopReason.ENGINE_ERROR),
+    "an engine lost at once": ([say("ok")], {"fail_calls": [0]}, StopReason.ENGINE_ERROR),
+    "a sandbox that never starts": ([], {"prompt": "no sandbox <|im_end|>"}, StopReason.SANDBOX_ERROR),
+    "a reward that is lost": ([say("ok")], {"prompt": "grading fails"}, StopReason.SANDBOX_ERROR),
 }  # fmt: skip
 
 
-def record(story: str, tmp_path: Path, task: Task = TASK) -> tuple[Trajectory, dict[str, Any]]:
+def record(story: str, tmp_path: Path) -> tuple[Trajectory, dict[str, Any]]:
     """A trajectory as it comes out of a file, and its limits."""
     script, options, stop_reason = STORIES[story]
     options = dict(options)
     engine = ScriptedEngine(script, fail_calls=options.pop("fail_calls", ()), max_context_tokens=8000)
-    trajectory = attempt(engine, task, **options)
+    trajectory = attempt(engine, Task(task_id="t", prompt=options.pop("prompt", TASK.prompt)), **options)
     assert trajectory.stop_reason is stop_reason
     write_trajectories(tmp_path / "t.jsonl", [trajectory])
     (read,) = read_trajectories(tmp_path / "t.jsonl")
@@ -73,13 +77,25 @@ def test_a_replay_gives_the_same_streams_turns_masks_and_samples(story: str, tmp
     assert asyncio.run(again.differences(recorded)) == []
     replayed = asyncio.run(again.run(recorded))
     assert replayed.streams == recorded.streams
+    assert all(stream.segments[-1].source is Source.MODEL for stream in replayed.streams), "nothing is asked in vain"
 
     def samples(trajectory: Trajectory) -> object:
         group = TrajectoryGroup(group_id="g", task=TASK, trajectories=(trajectory,))
         return group_samples(group, [1.0], mask_truncated=True)
 
-    if recorded.stop_reason is not StopReason.WALL_CLOCK:  # the clock has no part in a replay
+    if story not in ("the clock", "a reward that is lost"):  # they have no part in a replay
         assert samples(replayed) == samples(recorded)
+
+
+@pytest.mark.parametrize("story", ["an engine lost at once", "a lost engine"])
+def test_a_record_that_holds_what_was_asked_last_gives_the_same(story: str, tmp_path: Path) -> None:
+    """Earlier a prompt joined its stream when it was asked, whether an answer came or not."""
+    recorded, limits = record(story, tmp_path)
+    asked = Segment(source=Source.PROMPT, token_ids=(1, 2, 3))
+    streams = [TokenStream(list(stream)) for stream in recorded.streams] or [TokenStream()]
+    streams[-1].append(asked)
+    older = replace(recorded, streams=tuple(streams))
+    assert asyncio.run(replay(RENDERER, limits).differences(older)) == []
 
 
 def other_template(old: str, new: str) -> Renderer:
