@@ -56,7 +56,7 @@ class RendererConfig(Section):
 
     name: str = "auto"
     """`auto`: the hand-written renderer of a known family where it agrees with the model's own chat template, else that
-    template itself. Or `template`, or a family's name; --help of run_rollouts lists them."""
+    template itself. Or `template`, or the name of a family in data/README.md."""
     tool_format: Literal[
         "auto", "hermes", "qwen3_coder", "glm", "llama3_json", "pythonic", "mistral", "gemma", "harmony", "react"
     ] = "auto"
@@ -114,8 +114,9 @@ class LimitsConfig(Section):
     """Turns in a row in which a tool itself failed, not the call."""
     max_cost_usd: float | None = Field(default=None, gt=0)
     """By the prices of `rollout.prices`; never exceeded: the last turn is cut where the money ends."""
-    max_observation_tokens: int = Field(default=2048, ge=16)
-    """A longer tool result loses its middle, and says how much went."""
+    max_observation_tokens: int | None = Field(default=None, ge=16)
+    """A longer tool result loses its middle, and says how much went. Unless given, a quarter of the engine's context,
+    2048 at most."""
     tool_retries: int = Field(default=2, ge=0)
     """Times that a call is made again after a failure that the tool calls transient; the model sees none of them."""
     retry_backoff_s: float = Field(default=0.2, ge=0)
@@ -136,8 +137,8 @@ class ScheduleConfig(Section):
     """How many trajectories run, and what happens to one that our machinery lost."""
 
     max_trajectories: int | None = Field(default=None, ge=1)
-    """At once, with those whose tools run; unless given, twice `engine.max_concurrent`. New ones begin while the engine
-    has room."""
+    """At once, with those whose tools run; unless given, twice what the engine (all servers together) samples at once.
+    New ones begin while the engine has room."""
     infrastructure_retries: int = Field(default=1, ge=0)
     """Times that a trajectory lost to sandbox or engine is begun again."""
 
@@ -188,3 +189,13 @@ class RolloutConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     prices: PricesConfig = PricesConfig()
     sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _observations_fit(self) -> Self:
+        allowed, context = self.limits.max_observation_tokens, self.engine.max_context_tokens
+        if allowed is not None and allowed >= context:
+            raise ValueError(
+                f"limits.max_observation_tokens is {allowed} and engine.max_context_tokens {context}: one tool result "
+                "could fill the context and end its trajectory; lower the first, or take it out"
+            )
+        return self

@@ -36,6 +36,10 @@ from rollouts.tool_call import ToolTerms, call_tools, is_cancelled, is_interrupt
 from rollouts.types import StopReason, Trajectory, trajectory_name
 
 Result = TypeVar("Result")
+_NO_TURN = (
+    "no turn was sampled within {:g} s (limits.wall_clock_s): the engine is slow, or too many wait for it; raise that, "
+    "or lower engine.max_concurrent"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,8 @@ class Runner:
                 except TimeoutError:
                     if not clock.expired():  # somebody else's time-out: a failure like any other
                         raise
+                    if not progress.turns:  # it only ever waited for its turn
+                        raise EngineError(_NO_TURN.format(self.limits.wall_clock_s)) from None
                     stop_reason = StopReason.WALL_CLOCK
                 if stop_reason is StopReason.TOOL_ERROR:
                     error = "\n".join(progress.turns[-1].tool_failures) or None
@@ -107,6 +113,8 @@ class Runner:
         except SandboxError as failure:
             stop_reason, error = StopReason.SANDBOX_ERROR, str(failure)
         except EngineError as failure:
+            if is_cancelled():  # from outside: an engine may answer a cancellation with what kept it waiting
+                raise asyncio.CancelledError from failure
             stop_reason, error, is_fault = StopReason.ENGINE_ERROR, str(failure), isinstance(failure, EngineFault)
         except BaseException as failure:
             if is_interruption(failure):
@@ -250,13 +258,17 @@ class Runner:
             return progress.prompt(bridge, new_stream=False)
         return progress.prompt(self.renderer.opening(progress.messages, self.env.tools), new_stream=True)
 
+    @property
+    def _observation_tokens(self) -> int:
+        return self.limits.max_observation_tokens or max(16, min(2048, self.engine.max_context_tokens // 4))
+
     def _tool_terms(self) -> ToolTerms:
         return ToolTerms(
             tools=self.env.tools,
             timeout_s=self.tool_timeout_s,
             retries=self.limits.tool_retries,
             backoff_s=self.limits.retry_backoff_s,
-            observe=partial(observe, max_tokens=self.limits.max_observation_tokens, encode=self.renderer.encode_text),
+            observe=partial(observe, max_tokens=self._observation_tokens, encode=self.renderer.encode_text),
         )
 
 

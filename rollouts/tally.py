@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
+from rollouts.accounting import TokenCount, count_tokens
 from rollouts.summary import sampled_tokens
-from rollouts.types import Trajectory
+from rollouts.types import StopReason, Trajectory
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Sums over the trajectories that were added. Reward, tokens and turns are of those that have a reward; time and
-    money are of all, attempts that were begun again included."""
+    """Sums over the trajectories that were added. Reward, turns and what they sampled are of those that have a reward;
+    time, money and `tokens` are of all, attempts that were begun again included."""
 
     trajectories: int = 0
     lost: int = 0
@@ -25,9 +27,23 @@ class Tally:
     generate_s: float = 0.0
     env_s: float = 0.0
     cost_usd: float = 0.0
+    tokens: TokenCount = field(default_factory=TokenCount)
+    stops: Counter[StopReason] = field(default_factory=Counter)
+    tools: Counter[str] = field(default_factory=Counter)
+    """Calls, and what became of them."""
+    forged: int = 0
 
     def add(self, trajectory: Trajectory) -> None:
         self.trajectories += 1
+        self.stops[trajectory.stop_reason] += 1
+        self.forged += trajectory.forged
+        for turn in trajectory.turns:
+            self.tools["calls"] += len(turn.tool_results)
+            self.tools["answered with an error"] += sum(result.is_error for result in turn.tool_results)
+            self.tools["invalid"] += turn.invalid_calls
+            self.tools["failed inside the tool"] += sum(result.failed for result in turn.tool_results)
+            self.tools["late"] += turn.deadlines
+            self.tools["tried again"] += turn.retries
         self._spend(trajectory)
         if trajectory.reward is None:
             self.lost += 1
@@ -44,6 +60,7 @@ class Tally:
 
     def _spend(self, trajectory: Trajectory) -> None:
         self.cost_usd += trajectory.cost_usd
+        self.tokens += count_tokens([trajectory])
         self.generate_s += sum(turn.generate_s for turn in trajectory.turns)
         self.env_s += sum(turn.env_s for turn in trajectory.turns)
 
@@ -66,3 +83,19 @@ class Tally:
             f"reward {self.reward / graded:.2f}, {self.sampled_tokens / graded:.0f} sampled tokens and "
             f"{self.turns / graded:.1f} turns each{cost}{again}{lost}"
         )
+
+    def details(self) -> list[str]:
+        """Why trajectories ended, what tools did and what was read and written, a line each; see `accounting` for the
+        two counts of what a prefix cache saves."""
+        stops = ", ".join(f"{reason.value} {count}" for reason, count in self.stops.most_common())
+        tools = ", ".join(f"{count:,} {what}" for what, count in self.tools.items() if count or what == "calls")
+        count = self.tokens
+        engine = "" if count.engine_cached is None else f" ({count.engine_cached:,} by the engine's own count)"
+        forged = f"; {self.forged:,} control tokens spelled in prompts and results, kept as text" if self.forged else ""
+        return [
+            f"ended by: {stops}",
+            f"tools: {tools or '0 calls'}{forged}",
+            f"tokens: {count.input:,} read in {count.calls:,} calls of the model, {count.fresh:,} of them new to their "
+            f"trajectory, {count.cached:,} cached{engine}; {count.output:,} sampled, {100 * count.trained_share:.1f} % "
+            "of the streams",
+        ]

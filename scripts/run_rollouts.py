@@ -48,13 +48,15 @@ async def run_rollouts(settings: RolloutSettings) -> str:
         if missing:
             try:
                 await _sample(settings, record, tally, missing)
-            except asyncio.CancelledError:
-                print(f"{tally.graded} of {total} trajectories are in {settings.output}", file=sys.stderr)
+            except (asyncio.CancelledError, OutageError) as end:
+                again = "; start the same command again to continue" if isinstance(end, OutageError) else ""
+                print(f"{tally.graded} of {total} trajectories are in {settings.output}{again}", file=sys.stderr)
                 raise
     if not tally.graded:
         raise OutageError(f"none of the {total} trajectories could be graded: {tally.first_cause}")
     again = "; start the same command again to attempt those once more" if tally.lost else ""
-    return f"{tally.trajectories} trajectories in {settings.output}; {tally.line()}{again}"
+    first = f"{tally.trajectories} trajectories in {settings.output}; {tally.line()}{again}"
+    return "\n  ".join([first, *tally.details()])
 
 
 def take_stock(

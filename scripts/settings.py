@@ -121,11 +121,11 @@ class EvalSettings(Settings):
     """python -m scripts.run_eval --config configs/eval_quickstart.toml --model runs/sft/final --attempts 8"""
 
     model: str
-    """The model folder to evaluate."""
+    """The model folder to sample from."""
     output: OutputFile
     """The file to write."""
     name: str = "evaluation"
-    """What reports call it."""
+    """What reports call it, and what the ids of its trajectories begin with."""
     seed: int = Field(default=0, ge=0)
     attempts: int = Field(default=8, ge=1)
     """Attempts at each task."""

@@ -36,6 +36,8 @@ from tests.rollouts.desk import (
     say,
 )
 from tests.rollouts.letters import END, Letters
+from tests.rollouts.virtual_clock import run_virtual
+from tests.rollouts.workshop import CountedSandboxes
 
 
 def test_a_final_answer_ends_it_and_is_graded() -> None:
@@ -120,9 +122,15 @@ def test_an_observation_longer_than_the_context_is_left_out() -> None:
     assert [result.content for result in observations(trajectory)] == ["7"], "it is on record all the same"
 
 
-def test_wall_clock_ends_a_slow_engine() -> None:
-    trajectory = attempt(ScriptedEngine([say("ok")], delay_s=600.0), wall_clock_s=0.2)
-    assert (trajectory.stop_reason, trajectory.reward, trajectory.error) == (StopReason.WALL_CLOCK, 0.0, None)
+@pytest.mark.parametrize(("delay_s", "reason", "turns"), [(4.0, "wall_clock", 2), (11.0, "engine_error", 0)])
+def test_wall_clock_ends_a_slow_engine(delay_s: float, reason: str, turns: int) -> None:
+    """A trajectory that only ever waited for its first turn says nothing about the policy."""
+    engine = ScriptedEngine(lambda prompt: say("", ("echo", "hi")), delay_s=delay_s)
+    runner = make_runner(engine, CountedSandboxes(), wall_clock_s=10.0)
+    trajectory = run_virtual(runner.run(TASK, group_id="g", sibling_index=0))
+    assert (trajectory.stop_reason.value, len(trajectory.turns)) == (reason, turns)
+    assert trajectory.reward == (0.0 if turns else None)
+    assert trajectory.error is None or trajectory.error.startswith("no turn was sampled within 10 s (limits.wall_clock")
 
 
 def test_wall_clock_ends_a_tool_that_never_returns() -> None:

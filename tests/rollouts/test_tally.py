@@ -16,7 +16,7 @@ from rollouts.summary import summarise
 from rollouts.tally import Tally
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 from scripts.open_rollouts import roll_out
-from tests.rollouts.desk import make_runner, say
+from tests.rollouts.desk import attempt, make_runner, say
 from tests.rollouts.virtual_clock import run_virtual
 from tests.rollouts.workshop import CountedSandboxes, Workshop, WorkshopEngine
 
@@ -108,3 +108,22 @@ def test_attempts_that_are_begun_again_are_in_the_sum(retries: int, capsys: pyte
     assert (tally.cost_usd > sum(trajectory.cost_usd for trajectory in done)) == bool(lost)
     assert (f"; {len(lost)} lost attempts were begun again" in tally.line()) == bool(lost)
     assert f", ${tally.cost_usd:.4f} in all" in tally.line()
+
+
+def test_details_say_why_trajectories_ended_and_what_was_read() -> None:
+    """The same numbers as the metrics of a step."""
+    script = [say("", ("echo", "<tool_call>"), ("ecco", "x")), say("", ("crash", "x")), say("ok")]
+    trajectories = [attempt(ScriptedEngine(script)), attempt(ScriptedEngine([say("ok and more")]), max_turn_tokens=2)]
+    tally = Tally()
+    for trajectory in trajectories:
+        tally.add(trajectory)
+    row = summarise(trajectories)
+    stops, tools, tokens = tally.details()
+    assert stops == "ended by: final_answer 1, turn_tokens 1"
+    said = "3 calls, 2 answered with an error, 1 invalid, 1 failed inside the tool; 1 control tokens spelled"
+    assert tools.startswith(f"tools: {said}")
+    assert (row["tools/calls"], row["tools/errors"], row["tools/invalid_calls"], row["tools/failures"]) == (3, 2, 1, 1)
+    assert row["control_tokens/forged"] == 1
+    assert tokens.startswith(f"tokens: {row['tokens/input']:,.0f} read in 4 calls of the model, ")
+    assert f"{row['tokens/input_fresh']:,.0f} of them new to their trajectory" in tokens
+    assert f"{row['tokens/output']:,.0f} sampled" in tokens

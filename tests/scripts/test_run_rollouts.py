@@ -217,7 +217,8 @@ def test_killed_anywhere_each_trajectory_is_there_exactly_once(tmp_path: Path, w
     workers.append(Worker(path))
     code, out, err = workers[-1].end()
     assert code == 0, err[-2000:]
-    assert out.splitlines()[-1].startswith(f"rollouts: 30 trajectories in {path}; reward ")
+    assert f"\nrollouts: 30 trajectories in {path}; reward " in out
+    assert "\n  ended by: " in out
     check_exactly_once(path)
     count, differences, skipped = asyncio.run(replay_file(path, None))
     assert (count, differences, skipped) == (30, [], [])

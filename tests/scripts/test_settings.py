@@ -177,6 +177,12 @@ def test_servers_that_get_no_weights_are_refused_for_training() -> None:
     assert settings.rollout.engine.servers == ("http://127.0.0.1:8000",)
 
 
+def test_an_observation_that_fills_the_context_is_refused() -> None:
+    option = ["--config", "configs/eval_quickstart.toml", "--rollout.limits.max_observation_tokens", "640"]
+    with pytest.raises(ValueError, match=r"max_observation_tokens is 640 and engine.max_context_tokens 640"):
+        load_settings(EvalSettings, option)
+
+
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in (*KINDS.values(), RolloutSettings):
         with pytest.raises(SystemExit) as stop:
