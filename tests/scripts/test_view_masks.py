@@ -97,6 +97,17 @@ def test_a_demonstration_that_is_dropped_says_so(demonstrations: Path) -> None:
     assert view.facts["left out of the warm start"].startswith("with a control token as text")
 
 
+def test_a_demonstration_without_tokens_says_why_and_the_rest_is_shown(demonstrations: Path, tmp_path: Path) -> None:
+    whole = demonstrations.read_text(encoding="utf-8")
+    demonstrations.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' + whole, encoding="utf-8")
+    done = view_masks(demonstrations, "--model", MODEL)
+    assert done.returncode == 0, done.stderr
+    assert "left out of the warm start without a trained turn" in done.stdout
+    assert "«The answer is 12.⟦<|im_end|>⟧»" in done.stdout
+    done = view_masks(demonstrations, "--model", MODEL, "--html", tmp_path / "m.html")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_kind_of_a_file_is_told_by_content(run: Path, demonstrations: Path) -> None:
     assert file_kind(run / "samples" / "step-000004.jsonl") == "samples"
     assert file_kind(run / "trajectories" / "step-000004.jsonl") == "trajectories"

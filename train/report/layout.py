@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from data.types import Source
 from train.report.masks import MaskView, TokenView
@@ -124,7 +124,7 @@ def _turn_ends(tokens: Sequence[TokenView]) -> frozenset[int]:
     own = (Source.MODEL, Source.TARGET)
     last = [
         token
-        for token, following in zip(tokens, [*tokens[1:], None], strict=True)
+        for token, following in zip_longest(tokens, tokens[1:])
         if token.source in own and (following is None or following.turn != token.turn or following.source not in own)
     ]
     counts = Counter(token.token_id for token in last if token.control)
