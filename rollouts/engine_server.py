@@ -2,7 +2,8 @@
 
 Whatever becomes of the servers, `generate` returns one completion or raises: a request of a server that died is sent
 to another one with the same seed, and the connection to the first is closed before. How servers are watched and chosen
-is in `server_pool`, what is said to them in `server_wire`, what makes one unfit in `server_check`.
+is in `server_pool`, what one request goes through in `server_errand`, what is said to servers in `server_wire`, what
+makes one unfit in `server_check`.
 
 What it leaves out: starting servers (`python -m scripts.serve`), and a fast way to give them weights.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +25,12 @@ from rollouts.engine import EngineError, EngineLoad
 from rollouts.engine_checks import check_prompt, check_scored
 from rollouts.engine_sleep import SleepState
 from rollouts.server_check import Checked, Wanted
-from rollouts.server_http import ServerFault
+from rollouts.server_errand import Errand
 from rollouts.server_loop import LoopThread
 from rollouts.server_patience import Patience
 from rollouts.server_pool import Server, ServerCounts, ServerPool
 from rollouts.server_weights import drop_caches, load_into, write_weights
-from rollouts.server_wire import AbortedError, Reply
+from rollouts.server_wire import Reply
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,12 @@ class ServerEngine:
         return replace(self._pool.counts)
 
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """See `Engine.generate`. Cancelling it closes the request, and the server stops sampling it."""
+        """See `Engine.generate`. Cancelling it closes the request, and the server stops sampling it.
+
+        Raises:
+            EngineError: there is no completion. Also when it is cancelled, as the clock of its trajectory does, and the
+                servers are to blame for what it has not got: such a trajectory has no reward.
+        """
         check_prompt(prompt_ids, params, max_context_tokens=self.max_context_tokens, vocab_size=self._wanted.vocab_size)
         self._sleep.check_can_sample()
         # One for all attempts, so that an attempt on another server samples the same. vLLM reads -1 as "no seed".
@@ -135,7 +140,14 @@ class ServerEngine:
             return wire.read(await self._pool.send(server, wire.path, body), ids, params)
 
         trajectory_id = completion_id.rpartition("/")[0] or completion_id
-        reply = await self._run(self._ask(f"completion {completion_id}", trajectory_id, ask))
+        errand = self._errand(f"completion {completion_id}", trajectory_id, ask)
+        try:
+            reply = await self._run(errand.run())
+        except asyncio.CancelledError as cancelled:
+            blame = await self._loop.run(errand.blame())
+            if blame is None:
+                raise
+            raise EngineError(blame) from cancelled
         return self._completion(completion_id, reply)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -150,7 +162,7 @@ class ServerEngine:
                 await self._pool.send(server, wire.path, wire.ask_score(ids, model=self._wanted.adapter)), ids
             )
 
-        return await self._run(self._ask("a score", "", ask))
+        return await self._run(self._errand("a score", "", ask).run())
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
         """See `Engine.load_weights`: through a file that every server reads. All take them, those too that came back
@@ -237,30 +249,14 @@ class ServerEngine:
             await asyncio.wait(left, timeout=5.0)
         await self._client.aclose()
 
-    async def _ask(self, what: str, trajectory_id: str, ask: Callable[[Server], Awaitable[T]]) -> T:
-        """The answer of one server, whichever gives it first; faults go to another one, a bounded number of times.
+    def _errand(self, what: str, trajectory_id: str, ask: Callable[[Server], Awaitable[T]]) -> Errand[T]:
+        return Errand(
+            what, trajectory_id, ask, pool=self._pool, patience=self._patience, check=self._check_weights_are_whole
+        )
 
-        Raises:
-            EngineError: a server refused the request, every attempt failed, or no server was up for too long.
-        """
-        faults: list[str] = []
-        tried: list[Server] = []
-        while True:
-            if self._broken is not None:
-                raise EngineError(self._broken)
-            server = await self._pool.pick(trajectory_id, avoid=tried[-1] if tried else None)
-            if server in tried:  # those that have not been asked are asked at once
-                await asyncio.sleep(self._patience.backoff(len(tried) - 1) * random.uniform(0.5, 1.5))
-            tried.append(server)
-            try:
-                return await ask(server)
-            except (ServerFault, AbortedError) as fault:
-                faults.append(f"{server.address}: {fault}")
-            except EngineError as error:
-                raise EngineError(f"{what}: server {server.address}: {error}") from error
-            if len(faults) == self._patience.attempts:
-                raise EngineError(f"{what} was given up after {len(faults)} attempts ({'; '.join(faults)})")
-            self._pool.counts.resent += 1
+    def _check_weights_are_whole(self) -> None:
+        if self._broken is not None:
+            raise EngineError(self._broken)
 
     async def _load(self, file: Path, policy_version: int) -> None:
         running = [f"{server.address}: {server.in_flight}" for server in self._pool.servers if server.in_flight]

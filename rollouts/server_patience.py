@@ -22,6 +22,8 @@ class Patience:
         again; twice as long each further time, up to 15 s.
     recovery_s: how long requests wait while there is no server at all. The scheduler begins the trajectory again, and
         waits longer.
+    last_look_s: how long a server that is silent is asked for one token when the clock of a trajectory cancels its
+        request: the answer says whether the policy sampled long, or the server stands still.
     """
 
     health_interval_s: float = 2.0
@@ -30,13 +32,15 @@ class Patience:
     attempts: int = 5
     backoff_s: float = 0.5
     recovery_s: float = 45.0
+    last_look_s: float = 5.0
 
     @classmethod
     def within(cls, wall_clock_s: float) -> Patience:
         """The defaults, but a request has at most half of `limits.wall_clock_s`, and the wait for a server a quarter.
 
-        Else the clock of the trajectory would cancel the request before its server is known to hang, and the fault
-        would be graded as the policy's. So a completion must fit into half of the clock.
+        So a server that hangs is known before the clock of a trajectory that began with it ends, and another one has
+        time for its request. A later turn may be out of time before: then `Errand.blame` says that it was no fault of
+        the policy.
 
         Worked example: of 120 s, a request has 60 and the wait 30, and a first turn that meets the only server hung
         fails as the engine's after 90.

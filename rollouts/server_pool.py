@@ -92,6 +92,16 @@ class ServerPool:
         self.servers = [Server(address) for address in addresses]
         self.counts = ServerCounts()
 
+    @property
+    def is_up(self) -> bool:
+        """Whether any server is."""
+        return any(server.is_up for server in self.servers)
+
+    @property
+    def causes(self) -> str:
+        """Why each server is out, or that it is up."""
+        return "; ".join(f"{server.address}: {server.reason}" for server in self.servers)
+
     async def open(self) -> None:
         """Check every server, and watch them from then on.
 
@@ -151,11 +161,10 @@ class ServerPool:
         """
         try:
             async with asyncio.timeout(self._patience.recovery_s), self._changed:
-                await self._changed.wait_for(lambda: self._closed or any(server.is_up for server in self.servers))
+                await self._changed.wait_for(lambda: self._closed or self.is_up)
         except TimeoutError as error:
-            causes = "; ".join(f"{server.address}: {server.reason}" for server in self.servers)
             raise EngineError(
-                f"no server came back within {self._patience.recovery_s:g} s ({causes}); start one again"
+                f"no server came back within {self._patience.recovery_s:g} s ({self.causes}); start one again"
             ) from error
         if self._closed:
             raise EngineError("the server engine is closed")
@@ -192,6 +201,15 @@ class ServerPool:
             server.in_flight -= 1
             asked.cancel()
             await asyncio.wait((asked,))
+
+    async def answers(self, server: Server, *, since_s: float) -> bool:
+        """Whether it has answered anybody lately and since then, or soon gives one token to us."""
+        since_s = max(since_s, asyncio.get_running_loop().time() - self._patience.last_look_s)
+        if server.heard_s < since_s:
+            self._doubt_model(server, since_s)
+            if server.probe is not None:
+                await asyncio.wait((server.probe,), timeout=self._patience.last_look_s)
+        return server.is_up and server.heard_s >= since_s
 
     def _route(self, trajectory_id: str, avoid: Server | None) -> Server:
         up = [server for server in self.servers if server.is_up]
