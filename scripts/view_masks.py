@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +22,9 @@ def main() -> None:
     path: Path = arguments.path
     if arguments.limit < 1:
         raise ValueError("--limit must be at least 1")
-    loaded = load_views(path, arguments.model, limit=arguments.limit)
+    loaded = load_views(path, arguments.model, limit=arguments.limit, config=arguments.config)
+    if loaded.written_by is not None:
+        print(f"masks: {loaded.written_by}", file=sys.stderr)
     title = str(Path(*path.parts[-2:]))
     if arguments.html is None:
         print_masks(Console(highlight=False), loaded.views, title=title, rows=loaded.rows)
@@ -46,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FOLDER",
         help="whose tokens these are (default: the run folder's newest checkpoint)",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="F",
+        help="whose [renderer] writes demonstrations (default: config.toml of the run that made the model)",
     )
     parser.add_argument("--limit", type=int, default=8, metavar="N", help="how many rows to show (%(default)s)")
     return parser

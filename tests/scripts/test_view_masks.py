@@ -15,7 +15,7 @@ from data.types import Excluded, Source
 from rollouts.record import write_trajectories
 from rollouts.types import StopReason
 from tests.train.mask_rows import HOSTILE, MODEL, pair, samples, trajectory
-from train.report.masks import KIND_WORDS, totals
+from train.report.masks import KIND_WORDS, MaskView, totals
 from train.report.sources import file_kind, find_model, load_views
 
 ROOT = MODEL.parents[1]
@@ -106,6 +106,37 @@ def test_a_demonstration_without_tokens_says_why_and_the_rest_is_shown(demonstra
     assert "«The answer is 12.⟦<|im_end|>⟧»" in done.stdout
     done = view_masks(demonstrations, "--model", MODEL, "--html", tmp_path / "m.html")
     assert done.returncode == 0, done.stderr
+
+
+def spelled(view: MaskView) -> str:
+    return "".join(part.text for token in view.tokens for part in token.text)
+
+
+@pytest.mark.parametrize("section", ["renderer", "rollout.renderer"])
+@pytest.mark.parametrize("place", ["final", "checkpoints/step-000002"])
+def test_demonstrations_are_written_as_the_run_of_the_model_did(
+    demonstrations: Path, tmp_path: Path, place: str, section: str
+) -> None:
+    model = tmp_path / place
+    shutil.copytree(MODEL, model)
+    before = load_views(demonstrations, model, limit=1)
+    (tmp_path / "config.toml").write_text(f'[{section}]\ntool_format = "react"\n', encoding="utf-8")
+    after = load_views(demonstrations, model, limit=1)
+    named = load_views(demonstrations, MODEL, limit=1, config=tmp_path / "config.toml")
+    assert "Action: lookup" not in spelled(before.views[0])
+    assert "Action: lookup" in spelled(after.views[0])
+    assert spelled(named.views[0]) == spelled(after.views[0])
+    assert str(tmp_path / "config.toml") in str(after.written_by)
+    assert "settings: defaults" in str(before.written_by)
+
+
+def test_a_configuration_that_cannot_be_meant_is_refused(run: Path, demonstrations: Path) -> None:
+    config = run / "other.toml"
+    config.write_text('[renderer]\ntool_format = "cobol"\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other\.toml: renderer\.tool_format: "):
+        load_views(demonstrations, MODEL, limit=1, config=config)
+    with pytest.raises(ValueError, match="holds tokens"):
+        load_views(run / "samples" / "step-000004.jsonl", MODEL, limit=1, config=config)
 
 
 def test_the_kind_of_a_file_is_told_by_content(run: Path, demonstrations: Path) -> None:

@@ -6,14 +6,18 @@ A file is told by its content: packed samples, trajectories, or demonstrations o
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from data.jsonl import read_lines
 from data.rows import SAMPLE
 from data.types import Source, TrainingSample
+from rollouts.config import RendererConfig
 from rollouts.record import read_settings, read_trajectories
 from rollouts.types import Trajectory
 from train.report.masks import Kind, MaskView, sample_view, trajectory_views
@@ -43,11 +47,13 @@ _LEVELS_UP = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Views of a file's first rows, and how many rows there are."""
+    """Views of a file's first rows, and how many rows there are. `written_by`: the renderer that made tokens of
+    conversations, and which configuration says so; None: the file holds tokens."""
 
     kind: FileKind
     views: list[MaskView]
     rows: int
+    written_by: str | None = None
 
 
 def file_kind(path: Path) -> FileKind:
@@ -108,14 +114,28 @@ def newest_model(folder: Path) -> Path | None:
     return None
 
 
-def load_views(path: Path, model: Path | None, *, limit: int) -> Loaded:
-    """Views of the first `limit` rows of a file; `model` None: the run folder's newest checkpoint.
+def config_of(model: Path) -> Path | None:
+    """The resolved configuration of the run that made a model folder (`RUN/final`, `RUN/checkpoints/step-N`)."""
+    places = (folder / "config.toml" for folder in model.resolve().parents[:2])
+    return next((place for place in places if place.is_file()), None)
+
+
+def load_views(path: Path, model: Path | None, *, limit: int, config: Path | None = None) -> Loaded:
+    """Views of the first `limit` rows of a file.
+
+    Args:
+        model: whose tokens these are; None: the run folder's newest checkpoint.
+        config: the configuration whose renderer writes demonstrations; None: that of the run that made the model, and
+            the defaults where no run did.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row or the model folder cannot be read, or there is none.
+        ValueError: a row, the configuration or the model folder cannot be read, or there is no model; or a
+            configuration was given though the file holds tokens already.
     """
     kind = file_kind(path)
+    if config is not None and kind != "demonstrations":
+        raise ValueError(f"{path} holds tokens, which no configuration changes; leave out --config")
     model = model or (recorded_model(path) if kind == "trajectories" else None) or find_model(path)
     vocabulary = Vocabulary.from_folder(model)
     if kind == "samples":
@@ -131,7 +151,7 @@ def load_views(path: Path, model: Path | None, *, limit: int) -> Loaded:
         trajectories = list(read_trajectories(path))
         views = trajectory_views(trajectories, vocabulary, mask_truncated=_mask_truncated(path))[:limit]
         return Loaded(kind=kind, views=views, rows=len(trajectories))
-    return _load_demonstrations(path, model, vocabulary, limit)
+    return _load_demonstrations(path, model, vocabulary, limit, config or config_of(model))
 
 
 def trajectories_beside(samples: Path) -> dict[str, Trajectory]:
@@ -153,7 +173,7 @@ def _row_kind(row: TrainingSample) -> Kind:
     return "sft" if Source.TARGET in row.source and Source.MODEL not in row.source else "packed"
 
 
-def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit: int) -> Loaded:
+def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit: int, config: Path | None) -> Loaded:
     # Imported here: chat templates need transformers, which takes seconds to load and which other files do without.
     # AutoTokenizer would load torch and the code of models too, six seconds more.
     from transformers import PreTrainedTokenizerFast
@@ -161,7 +181,9 @@ def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit:
     from data.demonstrations import read_demonstrations, to_sample, why_dropped
     from data.open_renderer import open_renderer
 
-    renderer = open_renderer(PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True), model=str(model))
+    settings = RendererConfig() if config is None else _renderer_settings(config)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
+    renderer = open_renderer(tokenizer, model=str(model), **settings.model_dump())
     rows = list(read_demonstrations(path))
     views: list[MaskView] = []
     for row in rows[:limit]:
@@ -175,4 +197,23 @@ def _load_demonstrations(path: Path, model: Path, vocabulary: Vocabulary, limit:
             continue
         view = sample_view(sample, vocabulary, kind="sft")
         views.append(replace(view, facts={"left out of the warm start": reason}) if reason else view)
-    return Loaded(kind="demonstrations", views=views, rows=len(rows))
+    source = "defaults" if config is None else config
+    return Loaded(
+        kind="demonstrations",
+        views=views,
+        rows=len(rows),
+        written_by=f"{renderer.description}; renderer settings: {source}",
+    )
+
+
+def _renderer_settings(config: Path) -> RendererConfig:
+    """`[renderer]` of a warm start's configuration, or `[rollout.renderer]` of another command's."""
+    try:
+        values = tomllib.loads(config.read_text(encoding="utf-8"))
+        return RendererConfig.model_validate(values.get("renderer", values.get("rollout", {}).get("renderer", {})))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(("renderer", *map(str, first["loc"])))
+        raise ValueError(f"configuration {config}: {key}: {first['msg']}") from error
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"configuration {config}: {error}") from error
