@@ -13,14 +13,20 @@ from rollouts.types import TrajectoryGroup
 from scripts.console import run_main
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner, roll_out
+from scripts.output_file import check_output
 from scripts.settings import EvalSettings, load_settings, resolved
 from train.report.evaluations import EvaluationFile, write_evaluation
 
 
 async def run_eval(settings: EvalSettings) -> Evaluation:
     """Attempt the tasks, write `output` (JSON) and the trajectories (`output` with .trajectories.jsonl), each as it
-    ends: where nothing could be graded, they say why."""
+    ends: where nothing could be graded, they say why.
+
+    Raises:
+        ValueError: the files cannot be written, which is found out first.
+    """
     output = Path(settings.output)
+    check_output(output)
     # The tasks are the same whatever the seed of the run, so that runs can be compared.
     tasks = open_env(settings.rollout.env).tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
     ended: dict[str, TrajectoryGroup] = {}

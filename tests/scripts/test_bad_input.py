@@ -79,3 +79,14 @@ def test_a_missing_demonstration_file(tmp_path: Path) -> None:
     arguments = ("--sft.data", str(tmp_path / "none.jsonl"), "--output_dir", str(tmp_path / "run"))
     done = run("scripts.run_sft", "--config", "configs/sft_quickstart.toml", "--model", "models/embedded", *arguments)
     assert "none.jsonl" in error_line(done)
+
+
+@pytest.mark.parametrize("command", ["make_data", "run_eval"])
+@pytest.mark.parametrize("folder", ["/proc/none", "{tmp}/file"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, command: str, folder: str) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    output = f"{folder.format(tmp=tmp_path)}/out.json"
+    config = {"make_data": "configs/data_quickstart.toml", "run_eval": "configs/eval_quickstart.toml"}[command]
+    done = run(f"scripts.{command}", "--config", config, "--output", output)
+    assert f"output {output} cannot be written there: " in error_line(done)
+    assert len(done.stderr.splitlines()) == 1
