@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from data.ledger import Ledger
 from rollouts.runner import Runner
-from rollouts.types import Trajectory
+from rollouts.scheduler import ScheduleStatus
+from rollouts.tally import Tally
 from scripts.console import progress, run_main
 from scripts.dry_run import dry_run
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner
+from scripts.rollout_progress import keep_current
 from scripts.run_folder import only_writer
 from scripts.settings import GrpoSettings, load_settings, resolved, save_resolved
 from train.checkpoint import latest_checkpoint, load_state
@@ -108,21 +110,23 @@ async def _train(
     grpo = settings.grpo
     with progress() as bar:
         steps = bar.add_task("steps", total=grpo.max_steps, completed=start_after, note="")
-        rollouts = bar.add_task("trajectories", total=grpo.tasks_per_step * grpo.num_generations, note="")
+        total = grpo.tasks_per_step * grpo.num_generations
+        rollouts = bar.add_task("trajectories", total=total, note="")
 
-        causes: list[str] = []
+        first_cause: str | None = None
 
-        def on_trajectory(trajectory: Trajectory) -> None:
-            bar.advance(rollouts)
-            if trajectory.reward is None:
-                causes.append(trajectory.cause)
+        @asynccontextmanager
+        async def while_sampling(tally: Tally, status: Callable[[], ScheduleStatus]) -> AsyncIterator[None]:
+            nonlocal first_cause
+            async with keep_current(bar, rollouts, total, tally, status):
+                yield
+            first_cause = tally.first_cause
 
         def on_step(row: Mapping[str, Any]) -> None:
             bar.reset(rollouts)
             bar.update(steps, completed=row["step"])
-            line = step_line(row, grpo.max_steps) + (f"; the first failure: {causes[0]}" if causes else "")
+            line = step_line(row, grpo.max_steps) + (f"; the first failure: {first_cause}" if first_cause else "")
             bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-            causes.clear()
 
         run = GrpoRun(
             folder=folder,
@@ -135,7 +139,7 @@ async def _train(
             tokenizer=load_tokenizer(settings.model),
             sampling=sampling,
             log=log,
-            on_trajectory=on_trajectory,
+            while_sampling=while_sampling,
             on_step=on_step,
         )
         await run.train(start_after=start_after)

@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from rollouts.outage import OutageError
 from rollouts.record import write_trajectories
 from rollouts.runner import Runner
 from rollouts.samples import group_samples
-from rollouts.scheduler import sample_groups
+from rollouts.scheduler import Scheduler, ScheduleStatus
 from rollouts.summary import summarise
+from rollouts.tally import Tally
 from rollouts.types import Trajectory, TrajectoryGroup
 from rollouts.weight_check import WeightCheck, check_weights
 from train.advantages import group_advantages
@@ -40,6 +41,8 @@ from train.config import CheckpointConfig, GrpoConfig
 from train.learner import Learner
 from train.lora import full_state_dict
 from train.metrics import MetricsLog
+
+WhileSampling = Callable[[Tally, Callable[[], ScheduleStatus]], AbstractAsyncContextManager[None]]
 
 _GO_ON = "start the same command again to go on from the last checkpoint"
 
@@ -59,7 +62,8 @@ class Sampling:
 
 @dataclass(slots=True, kw_only=True)
 class GrpoRun:
-    """A run and its parts. `sampling` and `log` are there in process 0 only."""
+    """A run and its parts. `sampling` and `log` are there in process 0 only. `while_sampling` is entered while a step's
+    trajectories are sampled, with what has ended of them and with what tells where their schedule stands."""
 
     folder: Path
     seed: int
@@ -72,7 +76,7 @@ class GrpoRun:
     sampling: Sampling | None
     log: MetricsLog | None
     last_check: WeightCheck | None = None
-    on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None
+    while_sampling: WhileSampling = lambda tally, status: nullcontext()
     on_step: Callable[[Mapping[str, Any]], None] = lambda row: None
 
     async def train(self, *, start_after: int) -> None:
@@ -129,14 +133,8 @@ class GrpoRun:
 
     async def _roll_out(self, sampling: Sampling, step: int) -> list[Any]:
         """What every process is told: samples, metrics, and why all is lost, if it is."""
-        groups = await sample_groups(
-            sampling.runner,
-            step_tasks(self.tasks, step, self.config.tasks_per_step, self.seed),
-            num_generations=self.config.num_generations,
-            prefix=f"step-{step}",
-            schedule=sampling.schedule,
-            on_done=self.on_trajectory,
-        )
+        tasks = step_tasks(self.tasks, step, self.config.tasks_per_step, self.seed)
+        groups = await sample_step(sampling, tasks, step, self.config.num_generations, self.while_sampling)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
         return [*samples_and_metrics(groups, self.config), _why_lost(step, trajectories)]
@@ -197,6 +195,19 @@ class GrpoRun:
                 keep=self.checkpoints.save_total_limit,
             )
             self.log.publish()
+
+
+async def sample_step(
+    sampling: Sampling, tasks: Sequence[Task], step: int, num_generations: int, while_sampling: WhileSampling
+) -> list[TrajectoryGroup]:
+    """The groups of a step, in the order of its tasks; see `rollouts.scheduler.sample_groups`."""
+    tally, schedule = Tally(), sampling.schedule
+    async with Scheduler(sampling.runner, schedule, on_done=tally.add, on_lost=tally.add_begun_again) as scheduler:
+        for task in tasks:
+            scheduler.submit(task, group_id=f"step-{step}/{task.task_id}", siblings=range(num_generations))
+        async with while_sampling(tally, lambda: scheduler.status):
+            groups = {group.group_id: group async for group in scheduler}
+    return [groups[f"step-{step}/{task.task_id}"] for task in tasks]
 
 
 def _why_lost(step: int, trajectories: Sequence[Trajectory]) -> str | None:

@@ -15,7 +15,7 @@ from tests.rollouts.virtual_clock import run_virtual
 
 def test_a_log_is_never_silent_for_long(capsys: pytest.CaptureFixture[str]) -> None:
     """Tokens per second are of the last five minutes: 600 in half a minute, then none."""
-    tally, tokens = Tally(trajectories=2, lost=1, env_s=3.0, generate_s=9.0, cost_usd=0.5), 0
+    tally, tokens = Tally(trajectories=2, lost=1, env_s=3.0, generate_s=9.0, cost_usd=0.05), 0
 
     def status() -> ScheduleStatus:
         load = EngineLoad(running=3, waiting=1, capacity=4)
@@ -31,8 +31,8 @@ def test_a_log_is_never_silent_for_long(capsys: pytest.CaptureFixture[str]) -> N
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 3
     assert lines[0] == (
-        "2/16 trajectories: 6 in flight (4 sample, 2 in tools), 7 queued, 20 tokens/s, 25 % tool time, "
-        "engine 3 + 1 waiting, 1 lost, 1 again, $0.50"
+        "2/16 trajectories: 6 in flight (4 sample, 2 in tools or starting), 7 queued, 20 tokens/s, 25 % tool "
+        "time, engine 3 + 1 waiting, 1 lost, 1 again, $0.0500"
     )
     assert ", 7 tokens/s, " in lines[2]
 
