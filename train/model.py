@@ -31,7 +31,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {path}: no tokenizer can be loaded: {_first_line(error)}") from error
+        # Other files do as well where a package is there that reads them, so it is asked for only afterwards.
+        there = (Path(path) / "tokenizer.json").exists()
+        why = _first_line(error) if there else "there is no tokenizer.json in it"
+        raise ValueError(f"model {path}: no tokenizer can be loaded: {why}") from error
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

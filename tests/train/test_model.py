@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.random_samples import VOCABULARY, random_samples, tiny_learner, tiny_model
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
 from train.lora import load_trained
-from train.model import load_model, score
+from train.model import load_model, load_tokenizer, score
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -149,3 +150,14 @@ def test_the_schedule_ends_with_the_run_whatever_the_steps_had_to_train_on() -> 
         rates.append([learner.update(batches)["learning_rate"] for _ in range(updates)])
         learner.end_step()
     assert rates == [[], [0.75, 0.75], [0.5], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "there is no tokenizer.json in it$"), ("{", "Expecting property name")]
+)
+def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path, content: str | None, said: str) -> None:
+    shutil.copy("models/embedded/config.json", tmp_path)
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"no tokenizer can be loaded: {said}"):
+        load_tokenizer(str(tmp_path))
