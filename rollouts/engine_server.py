@@ -26,6 +26,7 @@ from rollouts.engine_checks import check_prompt, check_scored
 from rollouts.engine_sleep import SleepState
 from rollouts.server_check import Checked, Wanted
 from rollouts.server_errand import Errand
+from rollouts.server_folder import vocab_size
 from rollouts.server_loop import LoopThread
 from rollouts.server_patience import Patience
 from rollouts.server_pool import Server, ServerCounts, ServerPool
@@ -47,7 +48,8 @@ class ServerEngine:
 
     Args:
         servers: base addresses, `http://HOST:PORT`. All must be up at the start; later they may go and come.
-        model: the model's folder here, for its name and vocabulary; the weights in it are only read by `load_weights`.
+        model: the model's folder here, for its name and vocabulary, and to compare its weights with those of a folder
+            that a server names, where that is here too.
         max_concurrent: requests that one server samples at once (`--max-num-seqs`); more wait in it.
         adapter: the name under which the servers serve the LoRA adapter to sample with.
         policy_version: of the weights that the servers started with.
@@ -78,8 +80,8 @@ class ServerEngine:
             raise ValueError(f"engine.servers is {list(servers)}: name each server once, such as http://127.0.0.1:8000")
         self._model = model
         self._wanted = Wanted(
-            model=model.resolve().name,
-            vocab_size=_vocab_size(model),
+            model=model,
+            vocab_size=vocab_size(model),
             max_context_tokens=max_context_tokens,
             adapter=adapter,
         )
@@ -319,11 +321,3 @@ def _address(server: str) -> str:
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"engine.servers: {server!r} is no address; write http://HOST:PORT")
     return str(url).rstrip("/").removesuffix("/v1")
-
-
-def _vocab_size(model: Path) -> int:
-    if not (model / "config.json").is_file():
-        raise ValueError(f"no config.json in {model}: name the folder of the model that the servers serve")
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size

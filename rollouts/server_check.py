@@ -6,16 +6,18 @@ another adapter, weights of another step. All of it is tried out on a fixed prob
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import httpx
 
-from rollouts.engine import EngineError
+from rollouts.engine import Engine, EngineError
 from rollouts.server_command import RETURN_IDS, RETURN_LOGPROBS
+from rollouts.server_folder import check_folder, vocab_size
 from rollouts.server_http import call
 from rollouts.server_wire import CompletionsWire, TokensWire, Wire
 
@@ -29,14 +31,18 @@ of GPU stays below, another model does not."""
 class Wanted:
     """What a server must be.
 
-    model: the last part of the model's path or name.
+    model: its folder here; a server may call it by the last part of the path.
     adapter: the name under which the adapter is served; None = the model itself.
     """
 
-    model: str
+    model: Path
     vocab_size: int
     max_context_tokens: int
     adapter: str | None
+
+    @property
+    def name(self) -> str:
+        return self.model.resolve().name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +83,11 @@ async def check_server(client: httpx.AsyncClient, address: str, wanted: Wanted) 
 def probe_ids(vocab_size: int) -> list[int]:
     """Ids from all over the vocabulary, the last one at the end."""
     return [(vocab_size - 1 - 7919 * index) % vocab_size for index in reversed(range(PROBE_TOKENS))]
+
+
+async def score_probe(engine: Engine, model: Path) -> list[float]:
+    """As `Checked.scores`, by any engine of servers."""
+    return await engine.score(probe_ids(vocab_size(model)))
 
 
 def check_processed(ordinary: Mapping[int, float], hot: Mapping[int, float], vocab_size: int) -> None:
@@ -122,11 +133,16 @@ async def _check_model(client: httpx.AsyncClient, address: str, wanted: Wanted) 
         context = min(card["max_model_len"] for card in served)
     except (EngineError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"server {address}: this is no vLLM server ({error}); start one with vllm serve") from error
-    if wanted.model not in names:
+    if wanted.name not in names:
         raise ValueError(
-            f"server {address}: it serves {', '.join(sorted(names))} and not {wanted.model}; start it with that model, "
-            f"or, where only the name differs, with --served-model-name {wanted.model}"
+            f"server {address}: it serves {', '.join(sorted(names))} and not {wanted.name}; start it with that model, "
+            f"or, where only the name differs, with --served-model-name {wanted.name}"
         )
+    for card in served:
+        try:
+            await asyncio.to_thread(check_folder, card.get("root") or card["id"], wanted.model)
+        except ValueError as error:
+            raise ValueError(f"server {address}: {error}") from error
     if context < wanted.max_context_tokens:
         raise ValueError(
             f"server {address}: its context holds {context} tokens, engine.max_context_tokens is "
@@ -169,7 +185,7 @@ async def _check_vocabulary(client: httpx.AsyncClient, address: str, wire: Wire,
     except EngineError:
         return
     raise EngineError(
-        f"its vocabulary is larger than that of {wanted.model}, which has {wanted.vocab_size} ids: it has another "
+        f"its vocabulary is larger than that of {wanted.name}, which has {wanted.vocab_size} ids: it has another "
         "model; start it with the one that the configuration names"
     )
 

@@ -7,7 +7,6 @@ those that were lost to infrastructure are.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,11 @@ from typing import Any
 
 from data.ledger import Ledger
 from envs.types import Task
+from rollouts.engine import Engine
 from rollouts.outage import OutageError
 from rollouts.record import Record
+from rollouts.server_check import differing, score_probe
+from rollouts.server_folder import weights_digest
 from rollouts.tally import Tally
 from rollouts.types import Trajectory
 from scripts.console import run_main
@@ -24,7 +26,8 @@ from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner, roll_out
 from scripts.settings import RolloutSettings, first_difference, load_settings, resolved
 
-_HASHED = 1 << 20
+_SERVED = "served_scores"
+"""In the header: the logprobs (nats) that the servers gave to the probe of `server_check`."""
 
 
 async def run_rollouts(settings: RolloutSettings) -> str:
@@ -38,7 +41,8 @@ async def run_rollouts(settings: RolloutSettings) -> str:
     tasks = open_env(settings.rollout.env).tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
     total = len(tasks) * settings.attempts
     with Record(Path(settings.output), recorded_settings(settings)) as record:
-        difference = first_difference(dict(record.settings), recorded_settings(settings))
+        before = {name: value for name, value in record.settings.items() if name != _SERVED}
+        difference = first_difference(before, recorded_settings(settings))
         if difference:
             raise ValueError(
                 f"{settings.output} holds trajectories of another configuration ({difference}); delete the file or "
@@ -97,18 +101,25 @@ def recorded_settings(settings: RolloutSettings) -> dict[str, Any]:
     return values | {"weights": weights_digest(Path(settings.model))}
 
 
-def weights_digest(folder: Path) -> str:
-    """Tells whether a model folder holds the same weights as before, without reading all of them: of each file the
-    size, the beginning and the end."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_HASHED))
-            file.seek(max(0, size - _HASHED))
-            digest.update(file.read(_HASHED))
-    return digest.hexdigest()[:16]
+async def check_served_weights(settings: RolloutSettings, record: Record, engine: Engine) -> None:
+    """Servers have weights of their own, whatever is in our folder: how they score a fixed text goes into the header of
+    a new file, and must be the same when the file is gone on with.
+
+    Raises:
+        ValueError: the file holds trajectories of other weights.
+    """
+    if settings.rollout.engine.kind != "server":
+        return
+    scores = await score_probe(engine, Path(settings.model))
+    recorded = record.settings.get(_SERVED)
+    if recorded is None:
+        record.settings = {**record.settings, _SERVED: scores}
+    elif (difference := differing(recorded, scores)) is not None:
+        raise ValueError(
+            f"{record.path} holds trajectories of other weights than {', '.join(settings.rollout.engine.servers)} "
+            f"serves now (logprobs differ by {difference:.2g} nats in the mean); serve the first ones again, or choose "
+            "another output"
+        )
 
 
 async def _sample(
@@ -121,6 +132,7 @@ async def _sample(
         ledger.forget()  # nothing is trained on here, and thousands of trajectories would fill the memory
 
     async with open_runner(settings.rollout, model=settings.model, seed=settings.seed, ledger=ledger) as runner:
+        await check_served_weights(settings, record, runner.engine)
         await roll_out(
             runner,
             missing,

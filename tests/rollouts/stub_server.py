@@ -71,6 +71,7 @@ class StubServer:
         self,
         *,
         name: str = "models/stub",
+        root: str | None = None,
         max_model_len: int = 512,
         scale_out: bool = True,
         token_ids: bool = True,
@@ -81,6 +82,7 @@ class StubServer:
         vocab_size: int = VOCAB_SIZE,
         bias: int = 0,
     ) -> None:
+        self.root = name if root is None else root
         self.name, self.max_model_len, self.adapters = name, max_model_len, tuple(adapters)
         self.scale_out, self.token_ids, self.processed, self.dev_mode = scale_out, token_ids, processed, dev_mode
         self.version, self.vocab_size, self.bias = version, vocab_size, bias
@@ -154,7 +156,7 @@ class StubServer:
             return self.faults.popleft() if self.faults else None
 
     def models(self) -> dict[str, Any]:
-        base = {"id": self.name, "root": self.name, "parent": None, "max_model_len": self.max_model_len}
+        base = {"id": self.name, "root": self.root, "parent": None, "max_model_len": self.max_model_len}
         return {"data": [base, *({"id": a, "root": f"/x/{a}", "parent": self.name} for a in self.adapters)]}
 
     def answer(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
