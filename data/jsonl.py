@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ def line_writer(kind: type[Row]) -> Callable[[Row], bytes]:
 
 
 def _writable(value: Any, depth: int = 0) -> Any:
-    """What cannot be written as it is, in a form that can."""
+    """What cannot be written as it is, in a form that can. A key whose text an earlier key has gets a number, as in
+    what models read: {1: "a", "1": "b"} is {"1": "a", "1 (2)": "b"}."""
     if isinstance(value, str):
         return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
     if depth > 2 * _MAX_DEPTH:
@@ -54,10 +56,22 @@ def _writable(value: Any, depth: int = 0) -> Any:
     if is_dataclass(value):
         return {one.name: _writable(getattr(value, one.name), depth + 1) for one in fields(value) if one.name[0] != "_"}
     if isinstance(value, Mapping):
-        return {_writable(str(key)): _writable(item, depth + 1) for key, item in value.items()}
+        return dict(zip(_names(value), (_writable(item, depth + 1) for item in value.values()), strict=True))
     if isinstance(value, list | tuple | set | frozenset):
         return [_writable(item, depth + 1) for item in value]
     return value if value is None or isinstance(value, int | float | bool) else _writable(_text(value))
+
+
+def _names(keys: Iterable[object]) -> Iterable[str]:
+    """The text of each key, no two alike."""
+    names: dict[str, None] = {}
+    same: Counter[str] = Counter()
+    for key in keys:
+        text = _writable(_text(key))
+        while (name := f"{text} ({same[text] + 1})" if same[text] else text) in names:
+            same[text] += 1
+        names[name] = None
+    return names
 
 
 def _text(value: object) -> str:

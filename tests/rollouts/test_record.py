@@ -261,6 +261,29 @@ class Odd:
         raise RuntimeError("cannot say")
 
 
+keys = st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["0", "1", "1 (2)", "None", "True", "\ud800"])
+
+
+@no_clock
+@given(entries=st.lists(st.tuples(keys, st.integers()), unique_by=lambda entry: entry[0], min_size=1))
+def test_keys_of_one_text_lose_no_entry_b15(tmp_path: Path, entries: list[tuple[object, int]]) -> None:
+    """Half a surrogate pair sends the line through what writes all that JSON has no form for."""
+    value, path = dict(entries), tmp_path / "t.jsonl"
+    write_trajectories(path, [trajectory(text="\ud800", arguments={"value": value})])
+    (read,) = read_trajectories(path)
+    written = read.turns[0].message.tool_calls[0].arguments["value"]
+    assert list(written.values()) == list(value.values())
+    assert next(iter(written)) == str(next(iter(value))).replace("\ud800", "\ufffd")
+
+
+def test_a_key_of_one_text_gets_a_number_b15(tmp_path: Path) -> None:
+    value = {"1": "a", 1: "b", "1 (2)": "c", None: "\ud800"}
+    write_trajectories(tmp_path / "t.jsonl", [trajectory(arguments={"value": value})])
+    (read,) = read_trajectories(tmp_path / "t.jsonl")
+    written = read.turns[0].message.tool_calls[0].arguments["value"]
+    assert written == {"1": "a", "1 (2)": "b", "1 (2) (2)": "c", "None": "\ufffd"}
+
+
 @pytest.mark.parametrize("value", [Odd(), ValueError("no"), {1, 2}, object(), b"\xff\x00"], ids=repr)
 def test_what_json_has_no_form_for_does_not_lose_the_trajectory_b21(tmp_path: Path, value: object) -> None:
     deep: dict[str, Any] = {}
