@@ -318,6 +318,6 @@ def _address(server: str) -> str:
         url = httpx.URL(server)
     except httpx.InvalidURL as error:
         raise ValueError(f"engine.servers: {server!r} is no address ({error}); write http://HOST:PORT") from error
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or url.port not in (None, *range(1, 1 << 16)):
         raise ValueError(f"engine.servers: {server!r} is no address; write http://HOST:PORT")
     return str(url).rstrip("/").removesuffix("/v1")

@@ -108,6 +108,9 @@ def test_what_answers_and_is_no_vllm_is_refused(
         ),
         ({"kind": "transformers", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization does nothing where kind is"),
         ({"kind": "server", "servers": ("localhost:8000",)}, "is no address; write http://HOST:PORT"),
+        ({"kind": "server", "servers": ("http://127.0.0.1:99999",)}, "is no address; write http://HOST:PORT"),
+        ({"kind": "server", "servers": ("http://127.0.0.1:0",)}, "is no address; write http://HOST:PORT"),
+        ({"kind": "server", "servers": ("http://127.0.0.1:x",)}, r"is no address \(.*\); write http://HOST:PORT"),
         ({"kind": "server", "servers": ("http://h:1", "http://h:1/")}, "name each server once"),
     ],
 )
