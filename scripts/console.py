@@ -17,6 +17,12 @@ from rollouts.outage import OutageError
 
 # An OSError is a full disk, a missing file, a folder where a file should be.
 EXPECTED = (ValueError, OSError, SandboxError, EngineError, OutageError, GateError)
+_FILE_WORDS: dict[type[OSError], str] = {
+    FileNotFoundError: "no such file or folder",
+    IsADirectoryError: "this is a folder; name a file",
+    NotADirectoryError: "a part of this path is a file, where a folder should be",
+    PermissionError: "permission denied",
+}
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -60,8 +66,22 @@ def progress() -> Progress:
     )
 
 
+def error_text(error: BaseException) -> str:
+    """An error in one line; what the system says of a file begins with its path, as our own messages do.
+
+    >>> error_text(FileNotFoundError(2, "No such file or directory", "nope.jsonl"))
+    'nope.jsonl: no such file or folder'
+    """
+    text = str(error)
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes | os.PathLike):
+        # A move that failed has two paths, the second of which is the one that a person named.
+        name = os.fsdecode(error.filename if error.filename2 is None else error.filename2)
+        text = f"{name}: {_FILE_WORDS.get(type(error), error.strerror)}"
+    return " ".join(text.split())
+
+
 def _exit_with(error: BaseException) -> None:
-    text = " ".join(str(error).split())
+    text = error_text(error)
     # What the system says alone does not always tell what went wrong; a time-out says nothing at all.
     kind = f"{type(error).__name__}: " if isinstance(error, TimeoutError | ConnectionError) else ""
     print(f"error: {kind}{text}", file=sys.stderr)
