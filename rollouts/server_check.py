@@ -18,7 +18,7 @@ import httpx
 from rollouts.engine import Engine, EngineError
 from rollouts.server_command import RETURN_IDS, RETURN_LOGPROBS
 from rollouts.server_folder import check_folder, vocab_size
-from rollouts.server_http import call
+from rollouts.server_http import KeyRefusedError, call
 from rollouts.server_wire import CompletionsWire, TokensWire, Wire
 
 PROBE_TOKENS = 16
@@ -131,6 +131,8 @@ async def _check_model(client: httpx.AsyncClient, address: str, wanted: Wanted) 
         adapters = [card["id"] for card in cards if card.get("parent") is not None]
         names = {PurePosixPath(name).name for card in served for name in (card["id"], card.get("root") or card["id"])}
         context = min(card["max_model_len"] for card in served)
+    except KeyRefusedError as error:
+        raise ValueError(f"server {address}: {error}") from error
     except (EngineError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"server {address}: this is no vLLM server ({error}); start one with vllm serve") from error
     if wanted.name not in names:

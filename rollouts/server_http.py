@@ -7,6 +7,7 @@ the request (4xx) will be the same everywhere and every time: `EngineError`, nev
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from json import JSONDecodeError
 from typing import Any, Literal
@@ -14,6 +15,10 @@ from typing import Any, Literal
 import httpx
 
 from rollouts.engine import EngineError
+
+_READ = 10_000
+_SHOWN = 100
+_MARKUP = re.compile(r"<(script|style)\b.*?(</\1>|$)|<!--.*?(-->|$)|<[^>]*(>|$)", re.DOTALL | re.IGNORECASE)
 
 FaultKind = Literal["gone", "hung", "busy", "failed"]
 
@@ -30,6 +35,10 @@ class ServerFault(Exception):
         self.kind = kind
 
 
+class KeyRefusedError(EngineError):
+    """The server wants another API key, or one at all."""
+
+
 async def call(
     client: httpx.AsyncClient,
     address: str,
@@ -43,19 +52,22 @@ async def call(
 
     Raises:
         ServerFault: no connection, no answer in time, 5xx, 429.
+        KeyRefusedError: 401.
         EngineError: any other status than 200, with what the server says; or no JSON.
     """
     response = await _send(client, address, path, body, timeout_s)
     if response.status_code == 429 or response.status_code >= 500:
         raise ServerFault(_status(path, response), "busy" if response.status_code in (429, 503) else "failed")
+    if response.status_code == 401:
+        raise KeyRefusedError(f"{_status(path, response)}; set VLLM_API_KEY to the key that it was started with")
     if response.status_code != 200:
         raise EngineError(_status(path, response))
     try:
         answer = response.json()
     except (JSONDecodeError, UnicodeDecodeError) as error:
-        raise EngineError(f"{path} answered no JSON: {response.text[:200]!r}") from error
+        raise EngineError(f"{path} answered no JSON: {_start(response.text)}") from error
     if not isinstance(answer, dict):
-        raise EngineError(f"{path} answered no JSON object: {response.text[:200]!r}")
+        raise EngineError(f"{path} answered no JSON object: {_start(response.text)}")
     return answer
 
 
@@ -89,7 +101,14 @@ async def _send(
 def _status(path: str, response: httpx.Response) -> str:
     """What the server says, in one line."""
     try:
-        said = response.json()["error"]["message"]
+        said = " ".join(str(response.json()["error"]["message"]).split())[:500]
     except (ValueError, KeyError, TypeError):
-        said = response.text
-    return f"{path} answered {response.status_code}: {' '.join(str(said).split())[:500] or 'nothing'}"
+        said = _start(response.text)
+    return f"{path} answered {response.status_code}: {said or 'nothing'}"
+
+
+def _start(text: str) -> str:
+    """The beginning of what may be a page of HTML, its words only."""
+    text = text.lstrip()[:_READ]
+    words = " ".join((_MARKUP.sub(" ", text) if text.startswith("<") else text).split())
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]} …"

@@ -64,6 +64,7 @@ class StubServer:
     faults: what the next requests for tokens get instead of an answer, in order.
     is_held: requests for tokens wait until it is False.
     is_stuck: probes (one token, seed 0) wait too, until it is False.
+    page: HTML that it answers to everything, with status `page_status`, as a server of another kind.
     change: applied to every answer, to make it wrong.
     """
 
@@ -81,12 +82,14 @@ class StubServer:
         version: str = "default",
         vocab_size: int = VOCAB_SIZE,
         bias: int = 0,
+        api_key: str | None = None,
     ) -> None:
         self.root = name if root is None else root
         self.name, self.max_model_len, self.adapters = name, max_model_len, tuple(adapters)
         self.scale_out, self.token_ids, self.processed, self.dev_mode = scale_out, token_ids, processed, dev_mode
         self.version, self.vocab_size, self.bias = version, vocab_size, bias
-        self.start_version = version
+        self.start_version, self.api_key = version, api_key
+        self.page, self.page_status = "", 200
         self.faults: deque[Fault] = deque()
         self.health: Fault = 200
         self.is_held = self.is_stuck = False
@@ -250,7 +253,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...  # noqa: A002
 
     def do_GET(self) -> None:
-        if self.path == "/health":
+        if self._stub.page:
+            self._send(self._stub.page_status, "text/html", self._stub.page.encode())
+        elif self.path.startswith("/v1/") and not self._may():
+            self._send(401, "application/json", b'{"error": "Unauthorized"}')
+        elif self.path == "/health":
             self._say_or_fail(self._stub.health, 200, {})
         elif self.path == "/v1/models":
             self._say(200, self._stub.models())
@@ -323,9 +330,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self._stub.is_dead():
             self.close_connection = True
             return
-        text = json.dumps(answer).encode()
+        self._send(status, "application/json", json.dumps(answer).encode())
+
+    def _may(self) -> bool:
+        return self._stub.api_key is None or self.headers["Authorization"] == f"Bearer {self._stub.api_key}"
+
+    def _send(self, status: int, kind: str, text: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)

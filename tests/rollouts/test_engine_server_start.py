@@ -97,6 +97,33 @@ def test_what_answers_and_is_no_vllm_is_refused(
         connect(server)
 
 
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_page_of_html_is_cut_to_its_first_words(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], status: int
+) -> None:
+    server = stub()
+    words = "It works " + "and works " * 100
+    server.page, server.page_status = f"<!DOCTYPE html>\n<style>b {{}}</style><h1 a='b'>{words}</h1>", status
+    with pytest.raises(
+        ValueError, match=r"this is no vLLM server \(/v1/models answered .*: It works and works"
+    ) as caught:
+        connect(server)
+    message = str(caught.value)
+    assert not set("<>{}\n") & set(message)
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("key", [None, "another"])
+def test_a_server_with_an_api_key_says_where_to_put_it(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], key: str | None
+) -> None:
+    server = stub(api_key="secret")
+    with pytest.raises(ValueError, match=r"answered 401: .*; set VLLM_API_KEY to the key") as caught:
+        connect(server, api_key=key)
+    assert "no vLLM server" not in str(caught.value)
+    assert run_one(connect(server, api_key="secret")).token_ids
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
