@@ -10,7 +10,7 @@ import pytest
 
 from data.gate import check_batch
 from data.ledger import Ledger
-from data.types import Completion, Excluded, SamplingParams, Source
+from data.types import Completion, Excluded, SamplingParams
 from envs.sandbox.local import LocalFactory
 from envs.types import Task
 from rollouts.config import ScheduleConfig
@@ -19,6 +19,7 @@ from rollouts.engine_scripted import ScriptedEngine
 from rollouts.runner import completion_seed
 from rollouts.samples import group_samples
 from rollouts.scheduler import sample_groups
+from rollouts.summary import sampled_tokens
 from rollouts.types import StopReason, Trajectory
 from tests.rollouts.desk import (
     TASK,
@@ -50,7 +51,7 @@ def run_groups(engine: Engine, tasks: Sequence[Task], num_generations: int, **li
             if completion.completion_id.startswith(f"{group.group_id}/"):
                 group_ledger.record(completion)
         report = check_batch(group_samples(group, advantages, mask_truncated=True), group_ledger)
-        lost = sum(len(s.token_ids) for t in group.failures for s in t.streams[0] if s.source is Source.MODEL)
+        lost = sum(map(sampled_tokens, group.failures))
         assert report.excluded[Excluded.INFRASTRUCTURE] == lost
     return [trajectory for group in groups for trajectory in group.trajectories]
 
