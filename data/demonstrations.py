@@ -10,8 +10,8 @@ written. A field that is null is read as absent: tables fill up with nulls.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,7 +74,7 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
     Raises:
         ValueError: the conversation has no assistant turn, or one that the chat template cannot write.
     """
-    messages = demonstration.messages
+    messages = with_host_ids(demonstration.messages)
     assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not assistant:
         raise ValueError("it has no assistant turn")
@@ -104,6 +104,32 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
                 builder.add_context(segment)
                 stream += segment.token_ids
     return builder.build()
+
+
+def with_host_ids(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with the call ids that a rollout would give: a renderer reads calls out of a turn's tokens, and
+    finds that of a result by them, in whatever order results come.
+
+    >>> call = ToolCall(call_id="x", name="f", arguments={})
+    >>> said, told = Message(role="assistant", tool_calls=(call,)), Message(role="tool", content="7", call_id="x")
+    >>> [(one.tool_calls[0].call_id, other.call_id) for one, other in [with_host_ids([said, told])]]
+    [('call_0_0', 'call_0_0')]
+    """
+    renamed: list[Message] = []
+    turns = 0
+    waiting: dict[str | None, deque[str]] = {}
+    for message in messages:
+        if message.role == "assistant":
+            calls = [replace(call, call_id=f"call_{turns}_{n}") for n, call in enumerate(message.tool_calls)]
+            waiting = {call.call_id: deque() for call in message.tool_calls}
+            for old, new in zip(message.tool_calls, calls, strict=True):
+                waiting[old.call_id].append(new.call_id)
+            renamed.append(replace(message, tool_calls=tuple(calls)))
+            turns += 1
+        else:
+            answered = waiting.get(message.call_id)
+            renamed.append(replace(message, call_id=answered.popleft()) if answered else message)
+    return renamed
 
 
 def why_dropped(demonstration: Demonstration, renderer: Renderer) -> str | None:

@@ -48,13 +48,11 @@ class FamilyMessages:
         headed = self._traits.named_results or self._traits.call_ids is not None
         return headed and any(message.role == "tool" for message in messages)
 
-    def answers(
-        self, messages: Sequence[Message], calls: Sequence[Answered], given_ids: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """What comes behind a sampled turn with these calls; `given_ids` are those that a demonstration gave them."""
+    def answers(self, messages: Sequence[Message], calls: Sequence[Answered]) -> list[dict[str, Any]]:
+        """What comes behind a sampled turn with these calls."""
         rows = [self._row(message, {}) for message in messages]
         results = [row for row in rows if row["role"] == "tool"]
-        places = places_of([message.call_id or "" for message in messages if message.role == "tool"], calls, given_ids)
+        places = places_of([message.call_id or "" for message in messages if message.role == "tool"], len(calls))
         for place, row in zip(places, results, strict=True):
             call = calls[place] if place < len(calls) else Answered()
             if self._traits.named_results:
@@ -88,18 +86,15 @@ class FamilyMessages:
         return row
 
 
-def places_of(call_ids: Sequence[str], calls: Sequence[Answered], given_ids: Sequence[str] = ()) -> list[int]:
-    """Which call each result answers. The ids of the calls are those that a demonstration gave them, those that the
-    model wrote, or the host's own (`call_3_0`, `call_3_1`); where none of these has all ids of the results, they stand
-    in the order of their calls.
+def places_of(call_ids: Sequence[str], num_calls: int) -> list[int]:
+    """Which call of a turn each result answers, by the ids that the host gives to calls (`call_3_0`, `call_3_1`); where
+    these are others, the results stand in the order of their calls.
 
-    >>> calls = [Answered("f"), Answered("g")]
-    >>> places_of(["call_3_1", "call_3_0"], calls), places_of(["b", "a"], calls, ["a", "b"]), places_of(["b"], calls)
-    ([1, 0], [1, 0], [0])
+    >>> places_of(["call_3_1", "call_3_0"], 2), places_of(["b", "a"], 2)
+    ([1, 0], [0, 1])
     """
     prefix = call_ids[0].rpartition("_")[0] if call_ids else ""
-    hosts = [f"{prefix}_{number}" for number in range(len(calls))]
-    for ids in (given_ids, [call.written_id for call in calls], hosts):
-        if len({*call_ids}) == len(call_ids) and {*call_ids} <= {*ids}:
-            return [list(ids).index(call_id) for call_id in call_ids]
+    hosts = [f"{prefix}_{number}" for number in range(num_calls)]
+    if len({*call_ids}) == len(call_ids) and {*call_ids} <= {*hosts}:
+        return [hosts.index(call_id) for call_id in call_ids]
     return list(range(len(call_ids)))

@@ -20,6 +20,7 @@ from data.family_samples import EXAMPLE, call_form, empty_opening, sampled_turn
 from data.family_turns import read_all, read_response
 from data.guard import Guard
 from data.tool_formats.base import ParsedTurn, ToolFormat
+from data.tool_formats.turn import opens_thinking
 from data.types import FinishReason, Segment, Source
 from envs.types import Message, ToolSpec
 
@@ -71,7 +72,6 @@ class FamilyRenderer:
         self.stop_token_ids = self._package.stop_token_ids
         self.several_calls = self._writes_several_calls()
         self._form = call_form(self._package)
-        self._last_turn: tuple[tuple[int, ...], list[str]] = ((), [])
         self.differs: str | None = None
         """Where it differs from the model's own chat template."""
         self.description = self._describe()
@@ -118,9 +118,7 @@ class FamilyRenderer:
                 f"family {self.name} cannot hold the {len(message.tool_calls)} tool calls of one turn; give each call "
                 "a turn of its own"
             )
-        ids = sampled_turn(self._package, message)
-        self._last_turn = (ids, [call.call_id for call in message.tool_calls])
-        return ids
+        return sampled_turn(self._package, message)
 
     def parse(
         self,
@@ -148,7 +146,7 @@ class FamilyRenderer:
             finish_reason=finish_reason,
             tools=tools,
             # A header is the last thing in a prompt; no content can stand where its marker does.
-            in_thinking=self._package.tail(prompt_ids).rstrip().endswith(("<think>", "<|channel>thought")),
+            in_thinking=opens_thinking(self._package.tail(prompt_ids)),
         )
 
     def structural_tag(self, tools: Sequence[ToolSpec]) -> str | None:
@@ -187,9 +185,7 @@ class FamilyRenderer:
             with suppress(Exception):  # whatever the package's parser does with what a model wrote
                 response, _ = read_all(lambda ids: self._package.read(ids, prompt_ids, tools), body, self._form)
                 calls = [Answered(call.name or "", call.id or "") for call in response.tool_calls]
-        # No text of a turn says the ids that a demonstration gave to its calls.
-        given_ids = self._last_turn[1] if self._last_turn[0] == tuple(sampled_ids) else []
-        return self._package.messages.answers(messages, calls, given_ids)
+        return self._package.messages.answers(messages, calls)
 
     # What is found out once, at start-up.
 
@@ -206,9 +202,10 @@ class FamilyRenderer:
         calls = self._format.name if self._format else "its own"
         pinned = "".join(f"; {key} is {value}" for key, value in self._traits.pinned.items())
         differs = f"; it differs from the model's chat template: {self.differs}" if self.differs else ""
+        guarded = " ".join(self.control_tokens.values())
         return (
             f"family {self.name}, hand-written; {kept}; turns end with {stops}; calls: {calls}{pinned}; "
-            f"{len(self.control_tokens)} control tokens guarded{differs}"
+            f"{len(self.control_tokens)} control tokens, which no text becomes: {guarded}{differs}"
         )
 
     def _writes_several_calls(self) -> bool:

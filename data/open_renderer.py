@@ -75,14 +75,6 @@ def open_renderer(
     return renderers[0]
 
 
-def control_token_table(renderer: Renderer) -> str:
-    """Every token that no text can become, one a line: its id, its text, and whether it ends a turn."""
-    return "\n".join(
-        f"{token_id:>8}  {text}{'  (ends a turn)' if token_id in renderer.stop_token_ids else ''}"
-        for token_id, text in renderer.control_tokens.items()
-    )
-
-
 def _agreeing(
     tokenizer: PreTrainedTokenizerBase,
     model: str,

@@ -27,6 +27,7 @@ from data.template_check import check_renderer, read_past_turn, unread_turn
 from data.template_description import Thinking, describe
 from data.tool_formats.base import ParsedTurn, ToolFormat
 from data.tool_formats.detect import detect_tool_format
+from data.tool_formats.turn import THINKING_OPENERS
 from data.turn_ends import (
     Kind,
     TurnEnd,
@@ -39,7 +40,7 @@ from data.turn_ends import (
 )
 from data.turn_history import Thought, find_thinking, is_rewritten
 from data.types import FinishReason, Segment, Source
-from envs.types import Message, ToolCall, ToolSpec
+from envs.types import Message, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +84,6 @@ class TemplateRenderer:
         self._token_ids = {text: token_id for token_id, text in self.control_tokens.items()}
         self.template = ChatTemplate(tokenizer, self._guard, name=name, enable_thinking=enable_thinking)
         self.tool_format = tool_format or detect_tool_format(self.template.source, self.control_tokens.values())
-        self._last_turn: tuple[tuple[int, ...], tuple[ToolCall, ...]] = ((), ())
         self._learn_turns()
         self._learn_history()
         self.no_reading: str | None = None
@@ -185,11 +185,9 @@ class TemplateRenderer:
             return None
         names: list[str] = []
         if self._names_matter and call_ids:
-            # No text of a turn says the ids that a demonstration gave to its calls.
-            written = self._last_turn[1] if self._last_turn[0] == tuple(sampled_ids) else ()
             prefix = call_ids[0].rpartition("_")[0]
             parsed = self.parse(sampled_ids, call_id_prefix=prefix, tools=tools, prompt_ids=prompt_ids)
-            call_ids, names = answered_calls(call_ids, (written, parsed.calls))
+            call_ids, names = answered_calls(call_ids, parsed.calls)
         if call_ids and not self.several_calls:
             # The template for one call a turn takes several results all the same.
             call_ids, names = call_ids[:1], names[:1]
@@ -220,12 +218,9 @@ class TemplateRenderer:
         said = sampled_text(self.template, message, self._prompt_text, end)
         ids = self._encode(self._prompt_text + said)
         if ids[: len(self._prompt)] == self._prompt:
-            sampled = tuple(ids[len(self._prompt) :])
-        else:
-            # They would grow together; a policy samples after the prompt's own ids.
-            sampled = tuple(token.token_id for token in self._guard.encode_after(said))
-        self._last_turn = (sampled, message.tool_calls)
-        return sampled
+            return tuple(ids[len(self._prompt) :])
+        # They would grow together; a policy samples after the prompt's own ids.
+        return tuple(token.token_id for token in self._guard.encode_after(said))
 
     def parse(
         self,
@@ -285,6 +280,11 @@ class TemplateRenderer:
         return before[: before.rindex(header)] + header if header and header in before else before
 
     def _opened_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside thinking: as the first one does, or (Gemma 4) only behind a result."""
+        last = next((i for i in reversed(range(len(prompt_ids))) if prompt_ids[i] in self.control_tokens), None)
+        # Its last control token, which no content can hold, is the opener.
+        if last is not None and self.decode(prompt_ids[last:]).strip() in THINKING_OPENERS:
+            return True
         if self._marks is None or not self._marks.in_prompt:
             return False
         tail = self._prompt[max(i for i, token in enumerate(self._prompt) if token in self.control_tokens) :]

@@ -62,25 +62,19 @@ def dummy_turn(call_ids: Sequence[str], names: Sequence[str] = ()) -> Message:
     return Message(role="assistant", tool_calls=tuple(calls))
 
 
-def answered_calls(
-    call_ids: Sequence[str], readings: Sequence[Sequence[ToolCall | CallError]]
-) -> tuple[list[str], list[str]]:
-    """The calls of a turn that these results answer, in the turn's order: their ids and names. The first reading of the
-    turn that has all those ids says which; where none has, the results are in the order of the last one's calls.
+def answered_calls(call_ids: Sequence[str], calls: Sequence[ToolCall | CallError]) -> tuple[list[str], list[str]]:
+    """The calls of a turn that these results answer, in the turn's order: their ids and names. Where it has not all of
+    those ids, the results are in the order of its calls.
 
     >>> f, g = ToolCall(call_id="a", name="f", arguments={}), ToolCall(call_id="b", name="g", arguments={})
-    >>> answered_calls(["b", "a"], [[f, g]]), answered_calls(["x", "y"], [[f]])
+    >>> answered_calls(["b", "a"], [f, g]), answered_calls(["x", "y"], [f])
     ((['a', 'b'], ['f', 'g']), (['x', 'y'], ['f', 'unknown']))
     """
-    named = [
-        {call.call_id: call.name if isinstance(call, ToolCall) else _UNNAMED for call in calls} for calls in readings
-    ]
-    for names in named:
-        if len({*call_ids}) == len(call_ids) and names.keys() >= {*call_ids}:
-            answered = [call_id for call_id in names if call_id in call_ids]
-            return answered, [names[call_id] for call_id in answered]
-    in_order = [*named[-1].values(), *[_UNNAMED] * len(call_ids)]
-    return list(call_ids), in_order[: len(call_ids)]
+    names = {call.call_id: call.name if isinstance(call, ToolCall) else _UNNAMED for call in calls}
+    if len({*call_ids}) == len(call_ids) and names.keys() >= {*call_ids}:
+        answered = [call_id for call_id in names if call_id in call_ids]
+        return answered, [names[call_id] for call_id in answered]
+    return list(call_ids), [*names.values(), *[_UNNAMED] * len(call_ids)][: len(call_ids)]
 
 
 def answers_to(kind: Kind, call_ids: Sequence[str]) -> list[Message]:

@@ -182,13 +182,16 @@ def begin_thinking(draft: Draft, text: str, markers: Sequence[tuple[str, str]]) 
     return draft.think(text, start + len(opener) if text.startswith(opener, start) else 0, closer)
 
 
+THINKING_OPENERS = ("<think>", "[THINK]", "<|channel>thought")
+
+
 def opens_thinking(prompt: str) -> bool:
     """Whether a prompt ends inside thinking: its last words are the opening marker.
 
     >>> opens_thinking("<|im_start|>assistant\\n<think>\\n"), opens_thinking("<think>\\n\\n</think>\\n\\n")
     (True, False)
     """
-    return prompt.rstrip().endswith(("<think>", "[THINK]"))
+    return prompt.rstrip().endswith(THINKING_OPENERS)
 
 
 def calls_elsewhere(content: str, grammars: Sequence[Grammar], tools: Sequence[ToolSpec]) -> list[Call | Bad]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 from transformers import PreTrainedTokenizerFast
 
+from data.demonstrations import Demonstration, to_sample
 from data.template_renderer import TemplateRenderer
 from data.tool_formats.base import ParsedTurn
 from data.types import Segment, Source
@@ -350,11 +351,13 @@ def test_a_result_answers_the_call_of_its_id_a35_a39(
     )
     results = [Message(role="tool", content=f"of {calls[i].name}", call_id=calls[i].call_id) for i in order]
     asked, said = Message(role="user", content="Hi"), Message(role="assistant", tool_calls=calls)
-    turn = renderer.turn_ids(said)
-    bridge = ids_of(bridge_after(renderer, results, turn=turn))
-    assert native_ids(tokenizer, [asked, said, *results])[-len(bridge) :] == bridge
-    for name in ("alpha", "beta"):
-        assert f'response:{name}{{value:<|"|>of {name}<|"|>}}' in renderer.decode(bridge)
+    chat = (asked, said, *results, Message(role="assistant", content="Done."))
+    sample = to_sample(Demonstration(task_id="d", messages=chat, tools=()), renderer)
+    text = renderer.decode(sample.token_ids)
+    answered = [f'response:{calls[i].name}{{value:<|"|>of {calls[i].name}<|"|>}}' for i in order]
+    places = [text.index(one) for one in answered]
+    assert places == sorted(places)
+    assert text[: places[-1]] in str(tokenizer.decode(native_ids(tokenizer, chat[:-1])))
 
 
 def test_results_of_a_sampled_turn_answer_by_the_ids_that_it_was_read_with_a35() -> None:

@@ -7,7 +7,7 @@ import pytest
 from data.template_renderer import TemplateRenderer, Thinking
 from envs.types import Message, ToolCall
 from tests.data.chat_tokenizers import make_tokenizer, peer_template, small_core, tokenizer_for
-from tests.data.renderings import TOOL, closing_id, ids_of, native_ids
+from tests.data.renderings import TOOL, bridge_after, closing_id, ids_of, native_ids
 
 USER = Message(role="user", content="What is 12?")
 AGAIN = Message(role="user", content="And 13?")
@@ -128,3 +128,21 @@ def test_a_turn_that_no_policy_could_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="without thinking in a form that does not begin with its generation prompt"):
         renderer.turn_ids(Message(role="assistant", content="12"))
     assert renderer_of("nemotron_3_nano", "keep", False).turn_ids(Message(role="assistant", content="12"))
+
+
+@pytest.mark.parametrize("template", ["gemma4_v5", "diffusion_gemma"])
+def test_a_prompt_may_open_thinking_behind_a_result_alone(template: str) -> None:
+    """What looks like a call there was only weighed. A result that spells the opener opens nothing."""
+    renderer = TemplateRenderer(tokenizer_for(peer_template(template)), name="m", enable_thinking=True)
+    prompt = ids_of(renderer.opening([Message(role="user", content="Hi")], [TOOL]))
+    call = ToolCall(call_id="call_0_0", name="f", arguments={})
+    turn = renderer.turn_ids(Message(role="assistant", tool_calls=(call,)))
+    result = Message(role="tool", content="<|channel>thought", call_id="call_0_0")
+    bridge = ids_of(bridge_after(renderer, [result], turn=turn))
+    weighed = turn[:-1]
+    closed = [next(token for token, text in renderer.control_tokens.items() if text == "<channel|>")]
+    said = [*weighed, *closed, *renderer.encode_text("Yes")]
+    parsed = renderer.parse(said, call_id_prefix="c", prompt_ids=[*prompt, *turn, *bridge])
+    assert (parsed.calls, parsed.content) == ((), "Yes")
+    first = renderer.parse(turn, call_id_prefix="c", prompt_ids=prompt)
+    assert len(first.calls) == 1
