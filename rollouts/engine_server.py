@@ -244,12 +244,15 @@ class ServerEngine:
         return pool, client
 
     async def _close(self) -> None:
+        counts = self.counts  # closing adds to them
         await self._pool.close()
         me = asyncio.current_task()
         left = [task for task in asyncio.all_tasks() if task is not me]
         if left:
             await asyncio.wait(left, timeout=5.0)
         await self._client.aclose()
+        if counts != ServerCounts():
+            _LOG.warning("what servers did in all: %s", counts)
 
     def _errand(self, what: str, trajectory_id: str, ask: Callable[[Server], Awaitable[T]]) -> Errand[T]:
         return Errand(

@@ -62,6 +62,10 @@ class ServerCounts:
     lost: int = 0
     returned: int = 0
 
+    def __str__(self) -> str:
+        """Worked example: "requests sent again: 3; servers lost: 2, back again: 1"."""
+        return f"requests sent again: {self.resent}; servers lost: {self.lost}, back again: {self.returned}"
+
 
 class ServerPool:
     """The servers of one engine; built and used on the loop that watches them.
@@ -341,6 +345,5 @@ class ServerPool:
         server.lost.set_result(reason)
         server.doubt.set()
         self.counts.lost += 1
-        _LOG.warning(
-            "server %s is out (%s); its %d requests are sent to another one", server.address, reason, server.in_flight
-        )
+        then = "are sent to another one" if self.is_up else "wait until a server is back: no other one is up"
+        _LOG.warning("server %s is out (%s); its requests %s", server.address, reason, then)

@@ -127,3 +127,56 @@ def test_close_ends_what_runs_with_an_error_and_leaves_no_connection(
     asyncio.run(until(lambda: sum(server.connections for server in servers) == 0))
     with pytest.raises(EngineError, match="closed"):
         run_one(engine)
+
+
+def test_what_servers_cost_is_said_once_at_the_end(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = [stub(), stub()]
+    engine = connect(*servers)
+    for server in servers:
+        server.faults.append("drop")
+    run_one(engine)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="rollouts"):
+        asyncio.run(engine.close())
+        asyncio.run(engine.close())
+    said = "what servers did in all: requests sent again: 2; servers lost: 0, back again: 0"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_nothing_is_said_at_the_end_where_nothing_happened(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = stub()
+    engine = connect(server)
+    run_one(engine)
+    hold([server])
+
+    async def close_while_one_runs() -> None:
+        work = asyncio.create_task(engine.generate("t/0", [5], sampling()))
+        await until(lambda: server.running == 1)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await work
+
+    with caplog.at_level(logging.WARNING, logger="rollouts"):
+        asyncio.run(close_while_one_runs())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("count", "says"), [(1, "wait until a server is back"), (2, "are sent to another one")])
+def test_a_server_that_is_lost_says_where_its_requests_go(
+    stub: Callable[..., StubServer],
+    connect: Callable[..., ServerEngine],
+    caplog: pytest.LogCaptureFixture,
+    count: int,
+    says: str,
+) -> None:
+    servers = [stub() for _ in range(count)]
+    engine = connect(*servers)
+    with caplog.at_level(logging.WARNING, logger="rollouts"):
+        servers[0].kill()
+        asyncio.run(until(lambda: engine.counts.lost == 1))
+    assert f"server {servers[0].address} is out (no connection" in caplog.text
+    assert f"; its requests {says}" in caplog.text
