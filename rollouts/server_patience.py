@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_LEAST_S = 4.0
+"""A server that is well and has a full batch may need half of it for one token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
@@ -37,6 +40,7 @@ class Patience:
     @classmethod
     def within(cls, wall_clock_s: float) -> Patience:
         """The defaults, but a request has at most half of `limits.wall_clock_s`, and the wait for a server a quarter.
+        A request has 4 s at least, for a clock that is shorter says nothing about a server.
 
         So a server that hangs is known before the clock of a trajectory that began with it ends, and another one has
         time for its request. A later turn may be out of time before: then `Errand.blame` says that it was no fault of
@@ -47,7 +51,7 @@ class Patience:
         """
         usual = cls()
         return cls(
-            request_timeout_s=min(usual.request_timeout_s, wall_clock_s / 2),
+            request_timeout_s=min(usual.request_timeout_s, max(wall_clock_s / 2, _LEAST_S)),
             recovery_s=min(usual.recovery_s, wall_clock_s / 4),
         )
 

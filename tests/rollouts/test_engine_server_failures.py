@@ -158,9 +158,32 @@ def test_a_hung_server_is_the_engines_fault_before_the_clock_of_the_trajectory_e
         asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("wall_clock_s", [1.0, 120.0, 1e5])
+@pytest.mark.parametrize("wall_clock_s", [8.0, 120.0, 1e5])
 def test_servers_are_waited_for_less_than_a_trajectory_has(wall_clock_s: float) -> None:
     usual, patience = Patience(), Patience.within(wall_clock_s)
     assert patience.request_timeout_s + patience.recovery_s <= 0.75 * wall_clock_s
     assert patience.request_timeout_s <= usual.request_timeout_s
     assert patience.recovery_s <= usual.recovery_s
+
+
+@pytest.mark.parametrize("wall_clock_s", [0.1, 1.0])
+def test_a_tiny_clock_blames_no_server_that_is_well(
+    stub: Callable[..., StubServer], stub_model: Path, wall_clock_s: float
+) -> None:
+    """It ends the trajectory, and the server stays."""
+    server = stub()
+    config = EngineConfig(kind="server", servers=(server.address,), max_context_tokens=256)
+    engine = open_engine(config, model=str(stub_model), wall_clock_s=wall_clock_s)
+    assert isinstance(engine, ServerEngine)
+    server.is_held = True
+
+    async def scenario() -> None:
+        try:
+            async with asyncio.timeout(wall_clock_s):
+                await engine.generate("t/0", [5], sampling())
+        finally:
+            await engine.close()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
+    assert (engine.counts.lost, engine.counts.resent) == (0, 0)
