@@ -1,7 +1,8 @@
 """Start a vLLM server that rollouts may trust: as `vllm serve`, with the flags that `engine.kind = "server"` needs.
 
 It becomes that server; Ctrl-C ends it. With --print it only says the command, for another machine. Several servers: one
-command each, and all their addresses in `engine.servers`.
+command each, and all their addresses in `engine.servers`. With VLLM_API_KEY set, here and where rollouts run, it
+answers only to that key.
 """
 
 from __future__ import annotations
@@ -68,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     parser.add_argument("--max-context-tokens", type=int, default=1024, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
-        "--max-concurrent", type=int, default=64, metavar="N", help="requests sampled at once (default: %(default)s)"
+        "--max-concurrent",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests sampled at once; engine.max_concurrent must be the same, for more wait in the server, unseen "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",

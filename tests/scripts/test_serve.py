@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollouts.config import EngineConfig
 from rollouts.server_command import serve_command
 from tests.scripts.test_bad_input import error_line, run
 
@@ -39,3 +40,13 @@ def test_on_a_cpu_no_prompt_is_split_over_steps() -> None:
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], says: str) -> None:
     assert says in error_line(run("scripts.serve", *arguments))
+
+
+def test_a_server_samples_as_many_at_once_as_rollouts_send_unless_told_otherwise() -> None:
+    """vLLM does not publish its number: nothing could compare the two later."""
+    engine = EngineConfig()
+    command = str(serve_command("m", on_cpu=False))
+    assert f"--max-model-len {engine.max_context_tokens} --max-num-seqs {engine.max_concurrent} " in command
+    shown = " ".join(run("scripts.serve", "--help").stdout.split())
+    assert f"for more wait in the server, unseen (default: {engine.max_concurrent})" in shown
+    assert "VLLM_API_KEY" in shown
