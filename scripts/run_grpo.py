@@ -28,7 +28,7 @@ from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
 from train.lora import load_trained
 from train.metrics import MetricsLog, start_wandb
-from train.model import load_tokenizer, pad_token_id
+from train.model import check_model_folder, load_tokenizer, pad_token_id
 
 
 def main() -> None:
@@ -36,6 +36,7 @@ def main() -> None:
     tasks = open_env(settings.rollout.env).tasks("train", settings.grpo.num_tasks, settings.seed)
     check_sizes(settings.grpo, tasks, max_context_tokens=settings.rollout.engine.max_context_tokens)
     if settings.dry_run:
+        check_model_folder(settings.model)
         asyncio.run(dry_run(settings))
         return
     is_main = int(os.environ.get("RANK", "0")) == 0

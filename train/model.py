@@ -27,7 +27,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: the folder or its tokenizer is not there.
     """
-    _check_folder(path)
+    check_model_folder(path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -49,7 +49,7 @@ def load_model(path: str, *, dtype: str, device: torch.device) -> PreTrainedMode
         ValueError: the folder is not there or holds no causal language model, or the trainer's logprobs would not be
             the model's (see `check_scoring`).
     """
-    _check_folder(path)
+    check_model_folder(path)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
     except (OSError, ValueError, SafetensorError) as error:
@@ -159,9 +159,16 @@ def score(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
     return logprobs.tolist()
 
 
-def _check_folder(path: str) -> None:
+def check_model_folder(path: str) -> None:
+    """Refuse what is plainly no model folder, before anything slow or long.
+
+    Raises:
+        ValueError: it is not there, or has no `config.json`.
+    """
     if not Path(path).is_dir():
-        raise ValueError(f"model {path}: no such folder")
+        raise ValueError(
+            f"model {path}: no such folder; run first what makes it (run_sft, run_grpo), or name another with --model"
+        )
     if not (Path(path) / "config.json").exists():
         raise ValueError(f"model {path}: the folder has no config.json; is it a Hugging Face model folder?")
 

@@ -43,6 +43,12 @@ def test_sizes_and_folders(tmp_path: Path, arguments: tuple[str, ...], says: str
     assert says in error_line(run(*GRPO, "--output_dir", str(tmp_path / "run"), *arguments))
 
 
+def test_a_dry_run_without_its_model_says_so_and_nothing_else(tmp_path: Path) -> None:
+    done = run(*GRPO, "--output_dir", str(tmp_path / "run"), "--model", "models/none", "--dry-run")
+    assert error_line(done).endswith("run first what makes it (run_sft, run_grpo), or name another with --model")
+    assert done.stdout == ""
+
+
 def test_a_model_folder_without_a_chat_template(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree("models/embedded", folder)
