@@ -41,6 +41,11 @@ async def run_rollouts(settings: RolloutSettings) -> str:
     tasks = open_env(settings.rollout.env).tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
     total = len(tasks) * settings.attempts
     with Record(Path(settings.output), recorded_settings(settings)) as record:
+        if "weights" not in record.settings:
+            raise ValueError(
+                f"{settings.output} was written by another command (run_eval, run_grpo), and is not gone on with here; "
+                "choose another output"
+            )
         before = {name: value for name, value in record.settings.items() if name != _SERVED}
         difference = first_difference(before, recorded_settings(settings))
         if difference:

@@ -20,7 +20,7 @@ from rollouts.record import Record, read_settings, read_trajectories, write_traj
 from rollouts.types import StopReason, Trajectory
 from scripts.replay_rollouts import replay_file
 from scripts.run_rollouts import recorded_settings, run_rollouts, take_stock
-from scripts.settings import RolloutSettings, load_settings
+from scripts.settings import EvalSettings, RolloutSettings, load_settings, resolved
 from tests.rollouts.workshop import Workshop
 from tests.scripts.test_bad_input import error_line, run
 
@@ -109,6 +109,21 @@ def test_another_configuration_is_refused_with_the_difference(
     content = path.read_bytes()
     with pytest.raises(ValueError, match=rf"t\.jsonl holds trajectories of another configuration \({difference}\)"):
         asyncio.run(run_rollouts(settings(path, *more)))
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("command", ["run_eval", "run_grpo"])
+def test_a_file_of_another_command_is_refused_as_such(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "e.trajectories.jsonl"
+    if command == "run_eval":
+        values = resolved(load_settings(EvalSettings, [*ARGUMENTS, "--output", str(tmp_path / "e.json")]))
+        with Record(path, values) as record:
+            record.append(trajectory("heldout-0-0", 0))
+    else:
+        write_trajectories(path, [trajectory("heldout-0-0", 0)])
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match=rf"was written by another command \(.*{command}.*choose another output"):
+        asyncio.run(run_rollouts(settings(path)))
     assert path.read_bytes() == content
 
 
