@@ -43,8 +43,8 @@ async def run_rollouts(settings: RolloutSettings) -> str:
     with Record(Path(settings.output), recorded_settings(settings)) as record:
         if "weights" not in record.settings:
             raise ValueError(
-                f"{settings.output} was written by another command (run_eval, run_grpo), and is not gone on with here; "
-                "choose another output"
+                f"{settings.output} was written by another command (run_eval writes such files), and is not gone on "
+                "with here; choose another output"
             )
         before = {name: value for name, value in record.settings.items() if name != _SERVED}
         difference = first_difference(before, recorded_settings(settings))

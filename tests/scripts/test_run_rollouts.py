@@ -112,17 +112,13 @@ def test_another_configuration_is_refused_with_the_difference(
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("command", ["run_eval", "run_grpo"])
-def test_a_file_of_another_command_is_refused_as_such(tmp_path: Path, command: str) -> None:
+def test_a_file_of_run_eval_is_refused_as_such(tmp_path: Path) -> None:
     path = tmp_path / "e.trajectories.jsonl"
-    if command == "run_eval":
-        values = resolved(load_settings(EvalSettings, [*ARGUMENTS, "--output", str(tmp_path / "e.json")]))
-        with Record(path, values) as record:
-            record.append(trajectory("heldout-0-0", 0))
-    else:
-        write_trajectories(path, [trajectory("heldout-0-0", 0)])
+    values = resolved(load_settings(EvalSettings, [*ARGUMENTS, "--output", str(tmp_path / "e.json")]))
+    with Record(path, values) as record:
+        record.append(trajectory("heldout-0-0", 0))
     content = path.read_bytes()
-    with pytest.raises(ValueError, match=rf"was written by another command \(.*{command}.*choose another output"):
+    with pytest.raises(ValueError, match=r"was written by another command \(run_eval .*choose another output"):
         asyncio.run(run_rollouts(settings(path)))
     assert path.read_bytes() == content
 
