@@ -149,7 +149,7 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
 
     Raises:
         ValueError: the file is no TOML, or a key (of the file or the command line) is unknown, missing or has a wrong
-            value; it names file and key.
+            value; it names the key and where it was given.
         FileNotFoundError: there is no such file.
     """
     rest = list(sys.argv[1:] if arguments is None else arguments)
@@ -164,7 +164,7 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
     try:
         return kind(_cli_settings_source=source, **values)  # type: ignore[call-arg]
     except ValidationError as error:
-        raise ValueError(_one_line(error, path)) from error
+        raise ValueError(_one_line(error, path, rest)) from error
 
 
 def resolved(settings: Settings) -> dict[str, Any]:
@@ -273,13 +273,19 @@ def _program(kind: type[Settings]) -> str:
     return f"{(kind.__doc__ or '').split(' --')[0]} --config F"
 
 
-def _one_line(error: ValidationError, path: Path | None) -> str:
-    """The first of the problems, with its key."""
+def _one_line(error: ValidationError, path: Path | None, arguments: Sequence[str]) -> str:
+    """The first of the problems, with its key, and with all that has a part in it: a problem of a section may come from
+    any of its keys, of the file or of the command line."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     what = {"extra_forbidden": "unknown key", "missing": "missing"}.get(first["type"])
     if what is None:
         given = f" (given: {first['input']!r})" if isinstance(first["input"], str | int | float) else ""
         what = first["msg"].removeprefix("Value error, ") + given
+    options = [argument.partition("=")[0].removeprefix("--") for argument in arguments if argument.startswith("--")]
     where = f"configuration {path}" if path is not None else "configuration"
+    if any(f"{key}.".startswith(f"{option}.") for option in options):
+        where = "command line"  # it wins over the file
+    elif any(option.startswith(f"{key}.") for option in options):
+        where = f"{where} and the command line" if path is not None else "command line"
     return f"{where}: {key}: {what}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,13 @@ def test_the_command_line_wins_over_the_file() -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "says"),
     [
+        (
+            "model = 'm'\noutput_dir = 'o'\n[grpo]\nnum_generations = 1",
+            ["--grpo.max_steps", "3"],
+            "grpo.num_generations",
+        ),
         ("model = 'm'\noutput_dir = 'o'\n[grpo]\nmax_stepz = 3", [], "grpo.max_stepz: unknown key"),
         ("model = 'm'", [], "output_dir: missing"),
-        ("model = 'm'\noutput_dir = 'o'", ["--grpo.num_generations", "1"], "grpo.num_generations: Input should be"),
         ("model = 'm'\noutput_dir = 'o'\n[optimizer]\nlearning_rate = 'fast'", [], "optimizer.learning_rate"),
         ("model = ", [], "Invalid value"),
     ],
@@ -75,6 +80,28 @@ def test_a_wrong_key_is_named(tmp_path: Path, text: str, arguments: list[str], s
         load_settings(GrpoSettings, ["--config", str(path), *arguments])
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--env.folder", "foo"], "configuration configs/data_quickstart.toml and the command line: env: folder is"),
+        (["--sandbox.backend", "podman"], "command line: sandbox.backend: Input should be"),
+        (["--synthesize.num_tasks=abc"], "command line: synthesize.num_tasks: Input should be"),
+        (["--output", "configs"], "command line: output: configs is a folder"),
+    ],
+)
+def test_what_the_command_line_gave_is_not_blamed_on_the_file_alone(arguments: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
+        load_settings(DataSettings, ["--config", "configs/data_quickstart.toml", *arguments])
+
+
+def test_one_of_several_values_of_the_command_line_is_found_there() -> None:
+    given = ["--output", "o.json", "--model", "m", "--rollout.engine.kind", "wrong"]
+    with pytest.raises(ValueError, match=r"^command line: rollout\.engine\.kind: "):
+        load_settings(EvalSettings, given)
+    with pytest.raises(ValueError, match=r"^configuration: model: missing$"):
+        load_settings(EvalSettings, given[:2])
 
 
 def test_a_missing_file_is_named() -> None:
