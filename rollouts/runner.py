@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -24,7 +25,7 @@ from data.types import Completion, SamplingParams
 from envs.base import Env, Session
 from envs.sandbox.base import Sandbox, SandboxError, SandboxFactory, SandboxSpec
 from envs.tools import check_tools
-from envs.types import Message, Task, ToolCall
+from envs.types import Message, Task, ToolCall, ToolSpec
 from rollouts.accounting import check_prices, cost_usd
 from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig
 from rollouts.engine import Engine, EngineError, EngineFault
@@ -162,7 +163,8 @@ class Runner:
 
     async def _converse(self, progress: Progress, session: Session) -> StopReason:
         """Turn after turn. A prompt joins its stream only when something is sampled after it."""
-        progress.forged = sum(self.renderer.count_forged(message.content) for message in progress.messages)
+        told = [*(message.content for message in progress.messages), *map(_spec_text, self.env.tools)]
+        progress.forged = sum(map(self.renderer.count_forged, told))
         streaks, terms = Streaks(self.limits), self._tool_terms()
         prompt = progress.prompt(self.renderer.opening(progress.messages, self.env.tools), new_stream=True)
         while True:
@@ -270,6 +272,11 @@ class Runner:
             backoff_s=self.limits.retry_backoff_s,
             observe=partial(observe, max_tokens=self._observation_tokens, encode=self.renderer.encode_text),
         )
+
+
+def _spec_text(tool: ToolSpec) -> str:
+    """What a model is told of a tool."""
+    return json.dumps(tool.as_openai(), ensure_ascii=False)
 
 
 def _check_end(completion: Completion, params: SamplingParams) -> None:
