@@ -51,8 +51,8 @@ def _soak(arguments: argparse.Namespace) -> dict[str, Any]:
 def _rollouts(arguments: argparse.Namespace) -> dict[str, Any]:
     from scripts.bench_rollouts import rollouts
 
-    quick = {"trajectories": 48, "limit": 16, "repeats": 1} if arguments.quick else {}
-    return rollouts(**{"model": arguments.model, "repeats": arguments.repeats, "seed": arguments.seed, **quick})
+    size = {"trajectories": 48, "limit": 16, "repeats": 1} if arguments.quick else {"repeats": arguments.repeats or 3}
+    return rollouts(model=arguments.model, seed=arguments.seed, **size)
 
 
 def _learning_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +85,13 @@ def _soak_arguments(parser: argparse.ArgumentParser) -> None:
 def _rollouts_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, default=Path("models/embedded"))
-    add("--repeats", type=_count, default=3, help="timed runs of each contender (default 3)")
     add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="48 trajectories, 16 at once, each contender once: two minutes")
+    size = parser.add_mutually_exclusive_group()
+    # Without a default: argparse takes a value that equals it for one that was not given.
+    size.add_argument("--repeats", type=_count, help="timed runs of each contender (default 3)")
+    size.add_argument(
+        "--quick", action="store_true", help="48 trajectories, 16 at once, each contender once: two minutes"
+    )
 
 
 def _count(text: str) -> int:
@@ -129,7 +133,9 @@ BENCHMARKS: dict[str, tuple[str, str, Arguments, Measure]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python -m scripts.bench sandbox")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench", description=__doc__, epilog="example: python -m scripts.bench sandbox"
+    )
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, (about, example, arguments, measure) in BENCHMARKS.items():
         one = names.add_parser(name, help=about, description=f"{about}.", epilog=f"example: {example}")

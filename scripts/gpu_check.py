@@ -209,7 +209,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu_check", description=__doc__, epilog=f"example: {EXAMPLE}"
     )
-    parser.add_argument("--model", type=Path, default=Path("models/embedded"), help="shape and tokenizer are its")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("models/embedded"),
+        help="whose shape and tokenizer are taken (default %(default)s)",
+    )
     model: Path = parser.parse_args().model
     if not torch.cuda.is_available():
         raise ValueError("torch sees no GPU here; the tests run the same comparisons on a CPU (scripts/test.sh)")

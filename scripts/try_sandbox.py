@@ -36,7 +36,11 @@ async def try_sandbox(backend: Backend) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python -m scripts.try_sandbox docker")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.try_sandbox",
+        description=__doc__,
+        epilog="example: python -m scripts.try_sandbox docker",
+    )
     parser.add_argument("backend", nargs="?", default="auto", choices=["auto", "docker", "bubblewrap"])
     print(f"sandbox: {asyncio.run(try_sandbox(parser.parse_args().backend))} works")
 

@@ -204,6 +204,14 @@ def test_help_shows_an_example() -> None:
     assert "example: python -m scripts.bench rollouts" in done.stdout
 
 
+@pytest.mark.parametrize("repeats", ["1", "3"])
+def test_a_quick_run_takes_no_number_of_repeats(repeats: str) -> None:
+    command = [sys.executable, "-m", "scripts.bench", "rollouts", "--model", "none", "--quick", "--repeats", repeats]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "argument --repeats: not allowed with argument --quick" in done.stderr
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_small_run_with_vllm() -> None:
