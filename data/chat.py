@@ -10,11 +10,14 @@ stream starts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from data.tool_formats.base import ParsedTurn
 from data.types import FinishReason, Segment
 from envs.types import Message, ToolSpec
+
+Thinking = Literal["keep", "follow"]
+"""What becomes of thinking when a user message comes: it is kept, or dropped where the template drops it (`follow`)."""
 
 
 class Renderer(Protocol):

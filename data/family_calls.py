@@ -18,7 +18,7 @@ from data.jsonl import plain_json
 from data.tool_formats.base import CallError
 from data.tool_formats.json_calls import read_json
 from data.tool_formats.turn import Malformed, shown
-from data.tool_formats.values import NotGiven, typed, types_of
+from data.tool_formats.values import NotGiven, typed, whole_numbers
 from envs.types import ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ _REASONS = {
     "missing_name": "it names no tool",
     "malformed_structure": "it is not of the right form",
 }
-_EXACT = 2**53
-"""Below this every float that is whole is that number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def read_call(
             arguments = _tagged(body, _TAGS[writing], tool)
         else:
             _check_json(body, attempt.name)
-            arguments = {key: _whole(value, tool, key) for key, value in attempt.arguments.items()}
+            arguments = whole_numbers(attempt.arguments, tool)
         return ToolCall(call_id=call_id, name=plain_json(attempt.name), arguments=plain_json(arguments))
     except Malformed as error:
         return call_error(call_id, error.reason, example)
@@ -152,7 +150,7 @@ def _value(text: str, string: str | None, tool: ToolSpec | None, key: str) -> An
         except Malformed:
             return typed(text, tool, key)
         if not text[end:].strip():
-            return _whole(value, tool, key)
+            return whole_numbers({key: value}, tool)[key]
     return typed(text, tool, key)
 
 
@@ -161,11 +159,3 @@ def _check_json(body: str, name: str) -> None:
     start = 0 if body.lstrip().startswith("{") else body.find("{", body.find(name) + len(name))
     if start >= 0:
         read_json(body, start)
-
-
-def _whole(value: Any, tool: ToolSpec | None, key: str) -> Any:
-    """`5.0` as the integer that the schema asks for."""
-    if not isinstance(value, float) or not value.is_integer() or abs(value) >= _EXACT:
-        return value
-    types = types_of(tool, key)
-    return int(value) if "integer" in types and "number" not in types else value

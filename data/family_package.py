@@ -6,8 +6,9 @@ Left out: what the streams are made of (`data/family_renderer.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from data.chat import Thinking
 from data.families import family_traits
 from data.family_messages import FamilyMessages
 from data.family_tokenizer import FamilyTokenizer
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from renderers import ParsedResponse, RenderedTokens
     from transformers import PreTrainedTokenizerBase
 
-Thinking = Literal["keep", "follow"]
 
 ASKED = Message(role="user", content=".")
 # So much of a stream is enough to see how its last turn was opened; a long one is not copied at every turn.

@@ -14,8 +14,9 @@ from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from data.chat import Thinking
 from data.family_messages import Answered
-from data.family_package import ASKED, FamilyPackage, Thinking
+from data.family_package import ASKED, FamilyPackage
 from data.family_samples import EXAMPLE, call_form, empty_opening, sampled_turn
 from data.family_turns import read_all, read_response
 from data.guard import Guard

@@ -17,14 +17,7 @@ from data.families import Writing
 from data.family_calls import bodies, call_error, read_call
 from data.jsonl import plain_json
 from data.tool_formats.base import ParsedTurn
-from data.tool_formats.gemma import GEMMA
-from data.tool_formats.glm import GLM
-from data.tool_formats.harmony import HARMONY
-from data.tool_formats.hermes import HERMES
-from data.tool_formats.llama3_json import LLAMA3_JSON
-from data.tool_formats.mistral import MISTRAL
-from data.tool_formats.pythonic import PYTHONIC
-from data.tool_formats.qwen3_coder import QWEN3_CODER
+from data.tool_formats.detect import GRAMMARS
 from data.tool_formats.turn import Bad, calls_elsewhere
 from data.types import FinishReason
 from envs.types import ToolSpec
@@ -32,7 +25,6 @@ from envs.types import ToolSpec
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
-_OTHER_FORMS = (HERMES, QWEN3_CODER, GLM, LLAMA3_JSON, PYTHONIC, MISTRAL, GEMMA, HARMONY)
 _LEFT_OUT = "it is not of the right form, or stands where no call is read"
 
 
@@ -97,7 +89,7 @@ def read_response(
     elif not was_cut:
         reasons += [_LEFT_OUT] * left_out
         if not attempts and not reasons:
-            reasons = [bad.reason for bad in calls_elsewhere(content, _OTHER_FORMS, tools) if isinstance(bad, Bad)]
+            reasons = [bad.reason for bad in calls_elsewhere(content, GRAMMARS, tools) if isinstance(bad, Bad)]
     calls += [
         call_error(f"{call_id_prefix}_{number}", reason, form.example)
         for number, reason in enumerate(reasons, start=len(calls))

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from data.chat import Renderer
+from data.chat import Renderer, Thinking
 from data.families import FAMILIES, family_traits
-from data.family_renderer import FamilyRenderer, Thinking
+from data.family_renderer import FamilyRenderer
 from data.native_agreement import difference
 from data.react import ReactRenderer
 from data.template_check import unread_turn

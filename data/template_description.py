@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from data.chat import Thinking
 from data.turn_ends import Kind
 from data.turn_history import Thought
 
 if TYPE_CHECKING:
     from data.template_renderer import TemplateRenderer
-
-Thinking = Literal["keep", "follow"]
 
 
 def describe(renderer: TemplateRenderer, thinking: Thinking) -> str:

@@ -21,10 +21,11 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from data.chat import Thinking
 from data.chat_template import ASKED, ChatTemplate
 from data.guard import START, Guard, GuardedToken
 from data.template_check import check_renderer, read_past_turn, unread_turn
-from data.template_description import Thinking, describe
+from data.template_description import describe
 from data.tool_formats.base import ParsedTurn, ToolFormat
 from data.tool_formats.detect import detect_tool_format
 from data.tool_formats.turn import THINKING_OPENERS

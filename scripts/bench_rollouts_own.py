@@ -22,10 +22,11 @@ from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig, Schedule
 from rollouts.engine import Engine, RecordingEngine
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.record import Record
+from rollouts.replay import NoSandboxes
 from rollouts.runner import Runner
 from rollouts.scheduler import sample_groups
 from rollouts.types import StopReason, Trajectory
-from scripts.bench_rollouts_plan import Facts, NoSandboxes, Plan, PlannedEnv, calls_of
+from scripts.bench_rollouts_plan import Facts, Plan, PlannedEnv, calls_of
 
 RUNS = 3
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, cast
+from typing import Any
 
 from transformers.utils import get_json_schema
 
@@ -178,20 +178,3 @@ class _PlannedSession:
 
     async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
         return {"done": float(messages[-1].role == "assistant")}
-
-
-class NoSandboxes:
-    """For tools that need no sandbox: what it starts can only be closed."""
-
-    name = "none"
-
-    async def start(self, spec: SandboxSpec) -> Sandbox:
-        return cast("Sandbox", _NoSandbox())
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-
-class _NoSandbox:
-    async def close(self) -> None:
-        """Nothing to close."""

@@ -16,11 +16,11 @@ from data.tool_formats.qwen3_coder import QWEN3_CODER
 from data.tool_formats.react import ReactFormat
 from data.tool_formats.turn import TextFormat
 
-_GRAMMARS = (HERMES, QWEN3_CODER, GLM, LLAMA3_JSON, PYTHONIC, MISTRAL, GEMMA, HARMONY)
+GRAMMARS = (HERMES, QWEN3_CODER, GLM, LLAMA3_JSON, PYTHONIC, MISTRAL, GEMMA, HARMONY)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    **{own.name: TextFormat(own, [other for other in _GRAMMARS if other is not own]) for own in _GRAMMARS},
-    "react": ReactFormat(_GRAMMARS),
+    **{own.name: TextFormat(own, [other for other in GRAMMARS if other is not own]) for own in GRAMMARS},
+    "react": ReactFormat(GRAMMARS),
 }
 """Every format by its name."""
 
