@@ -7,6 +7,7 @@ runs, and then waits.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from typing import cast
 
@@ -35,4 +36,6 @@ async def main(backend: Backend, count: int, token: str) -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what runs in its background with SIGINT ignored, and so do its tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(main(cast(Backend, sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
