@@ -50,24 +50,32 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
     """
     start = skip_blank(text, start)
     try:
-        value, end = _STRICT.raw_decode(text, start)
+        value, end = _decode(_STRICT, text, start)
+    except _TwiceError as error:
+        # What stands behind may be broken besides; then that is said, with its place.
+        raise Malformed(str(error), _decode(_PLAIN, text, start)[1]) from error
+    try:
+        return plain_json(value), end
+    except ValueError as error:
+        raise Malformed(str(error), end) from error
+
+
+def _decode(decoder: json.JSONDecoder, text: str, start: int) -> tuple[Any, int]:
+    try:
+        return decoder.raw_decode(text, start)
     except json.JSONDecodeError as error:
         reason = error.msg.removesuffix(" at")
         at_end = error.msg.startswith("Unterminated") or is_over(text, error.pos)
         where = f"at {shown(text[error.pos : error.pos + 99])}" if error.pos < len(text) else "at the end"
         raise Malformed(f"{reason} {where}", error.pos, at_end=at_end) from error
-    except _TwiceError as error:
-        raise Malformed(str(error), _PLAIN.raw_decode(text, start)[1]) from error
+    except _TwiceError:
+        raise
     except RecursionError as error:
         opening = _OPENING.match(text, start)
         raise Malformed("nested too deeply", opening.end() if opening else start) from error
     except ValueError as error:
         # Python's own words about a number of thousands of digits name a setting of the host.
         raise Malformed("a number is too long", start) from error
-    try:
-        return plain_json(value), end
-    except ValueError as error:
-        raise Malformed(str(error), end) from error
 
 
 def json_end(text: str, start: int, limit: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -18,6 +19,7 @@ no_clock = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60
 )
 F = ToolSpec(name="f", description="", parameters={"type": "object", "properties": {"x": {"type": "string"}}})
+PARTS = re.compile(r'"[^"]*": *|"[^"]*"|<[^<>]*>|\w+|\s+|.', re.DOTALL)
 G = ToolSpec(name="g", description="", parameters={"type": "object", "properties": {}})
 
 
@@ -87,6 +89,27 @@ def test_any_text_is_read_without_an_exception(any_format: ToolFormat, finish_re
                 assert call.text.startswith("error: malformed tool call: ")
                 assert "; write " in call.text
                 assert "\n" not in call.text
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+@settings(no_clock)
+@given(conversation=conversations(max_calls=2), data=st.data())
+def test_a_turn_with_parts_lost_or_doubled_is_read_without_an_exception(
+    family: Family, finish_reason: FinishReason, conversation: tuple[list[ToolSpec], list[Call]], data: st.DataObject
+) -> None:
+    """What a model garbles is mostly right: keys, brackets and markers that belong there, once too often or not at
+    all."""
+    tools, calls = conversation
+    parts = PARTS.findall(family.write(calls))
+    for _ in range(data.draw(st.integers(1, 4))):
+        places = st.integers(0, len(parts))
+        start, place = data.draw(places), data.draw(places)
+        end = start + data.draw(st.integers(1, 6))
+        doubled = parts[:place] + parts[start:end] + parts[place:]
+        parts = doubled if data.draw(st.booleans()) else parts[:start] + parts[end:]
+    text = "".join(parts)
+    turn = parse(family, text, finish_reason=finish_reason, tools=tools)
+    assert [call.call_id for call in turn.calls] == [f"c_{number}" for number in range(len(turn.calls))]
 
 
 def test_a_model_that_repeats_itself_gets_few_errors(any_format: ToolFormat) -> None:
