@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from data.tool_formats.json_calls import read_json
+from data.tool_formats.json_calls import value_end
 from data.tool_formats.turn import (
     Block,
     Call,
@@ -26,6 +26,7 @@ from data.tool_formats.turn import (
     Malformed,
     Reading,
     behind,
+    beyond_values,
     rest_of_block,
     schema_tag,
     shown,
@@ -54,11 +55,8 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
     try:
         call, end = _read_call(text, found.end(), reading.tools)
     except Malformed as error:
-        # Beyond the error there may be values, and calls in them that must not run.
-        outside = (marker.start() for marker in _OUTSIDE.finditer(text, error.place) if not marker["value"])
-        place = next(outside, len(text))
-        error = Malformed(error.reason, place, at_end=error.at_end)
-        return rest_of_block(reading, error, opener=_OPENER, end=behind(text, _CLOSE, place))
+        error = beyond_values(text, error, _OUTSIDE)
+        return rest_of_block(reading, error, opener=_OPENER, end=behind(text, _CLOSE, error.place))
     return Block((call,), end)
 
 
@@ -88,7 +86,7 @@ def _read_argument(text: str, start: int, tool: ToolSpec | None) -> tuple[str, s
         raise Malformed(reason, start, at_end=start == len(text))
     key, begin = opening[1], opening.end()
     types = types_of(tool, key)
-    inside = _json_end(text, begin) if types and types <= _JSON else begin
+    inside = value_end(text, begin) if types and types <= _JSON else begin
     end = _STRUCTURAL_END.search(text, inside)
     following = _PAIR.search(text, inside, end.start()) if end else None
     if end and not following:
@@ -100,16 +98,6 @@ def _read_argument(text: str, start: int, tool: ToolSpec | None) -> tuple[str, s
         reason = f"the value of {shown(key)} holds a tool call; write it in other words"
         raise Malformed(reason, place, at_end=not end)
     raise Malformed(f"{_END} must follow the value of {shown(key)}", inside, at_end=not end)
-
-
-def _json_end(text: str, start: int) -> int:
-    """The place behind a value that is a list or an object: tags in its strings are none. `start`, if it is neither."""
-    try:
-        return read_json(text, start)[1]
-    except Malformed as error:
-        if error.at_end:
-            raise
-        return start
 
 
 def _tags(tools: Sequence[ToolSpec]) -> dict[str, Any]:

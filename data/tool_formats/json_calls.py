@@ -78,6 +78,16 @@ def _decode(decoder: json.JSONDecoder, text: str, start: int) -> tuple[Any, int]
         raise Malformed("a number is too long", start) from error
 
 
+def value_end(text: str, start: int) -> int:
+    """The place behind a value that is a list or an object: tags in its strings are none. `start`, if it is neither."""
+    try:
+        return read_json(text, start)[1]
+    except Malformed as error:
+        if error.at_end:
+            raise
+        return start
+
+
 def json_end(text: str, start: int, limit: int) -> int | None:
     """The place behind the brackets that open at `start`, whether or not what is between them can be read; None where
     none opens there, or they stay open until `limit`."""

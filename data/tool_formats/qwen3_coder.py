@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from data.tool_formats.json_calls import read_json
+from data.tool_formats.json_calls import value_end
 from data.tool_formats.turn import (
     Bad,
     Block,
@@ -29,6 +29,7 @@ from data.tool_formats.turn import (
     Malformed,
     Reading,
     behind,
+    beyond_values,
     rest_of_block,
     schema_tag,
     shown,
@@ -73,9 +74,7 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
             calls.append(call)
             place = following
     except Malformed as error:
-        # Beyond the error there may be values, and calls in them that must not run.
-        outside = (marker.start() for marker in _OUTSIDE.finditer(text, error.place) if not marker["value"])
-        error = Malformed(error.reason, next(outside, len(text)), at_end=error.at_end)
+        error = beyond_values(text, error, _OUTSIDE)
         end = behind(text, _CLOSE if wrapped else _FUNCTION_END, error.place)
         return rest_of_block(reading, error, before=calls, opener=_OPENER, end=end)
 
@@ -107,7 +106,7 @@ def _read_parameter(text: str, start: int, tool: ToolSpec | None) -> tuple[str, 
         raise Malformed(reason, start, at_end=start == len(text))
     name, begin = opening[1], opening.end()
     types = types_of(tool, name)
-    inside = _json_end(text, begin) if types and types <= _JSON else begin
+    inside = value_end(text, begin) if types and types <= _JSON else begin
     end = _STRUCTURAL_END.search(text, inside)
     unclosed = _NEVER_CLOSED.search(text, inside, end.start()) if end else None
     quoted = _OPENER.search(text, inside, unclosed.start()) if unclosed else None
@@ -121,16 +120,6 @@ def _read_parameter(text: str, start: int, tool: ToolSpec | None) -> tuple[str, 
     if end or close < 0:
         raise Malformed(f"{_END} must follow the value of {shown(name)}", inside, at_end=not end)
     raise Malformed(f"{_FUNCTION_END} must follow the parameters", close + len(_END), at_end=True)
-
-
-def _json_end(text: str, start: int) -> int:
-    """The place behind a value that is a list or an object: tags in its strings are none. `start`, if it is neither."""
-    try:
-        return read_json(text, start)[1]
-    except Malformed as error:
-        if error.at_end:
-            raise
-        return start
 
 
 def _tags(tools: Sequence[ToolSpec]) -> dict[str, Any]:

@@ -239,6 +239,17 @@ def rest_of_block(
     return Block((*before, Bad(error.reason)), limit if closed is None else closed)
 
 
+def beyond_values(text: str, error: Malformed, outside: re.Pattern[str]) -> Malformed:
+    """For `rest_of_block`, where values stand between tags: the error at the first marker outside of all values behind
+    it, for a call that a value quotes must not run.
+
+    Args:
+        outside: finds markers, and whole values as its group `value`.
+    """
+    places = (marker.start() for marker in outside.finditer(text, error.place) if not marker["value"])
+    return Malformed(error.reason, next(places, len(text)), at_end=error.at_end)
+
+
 def behind(text: str, closer: str, start: int) -> Callable[[int], int | None]:
     """For `rest_of_block`: behind the first `closer` from `start` on."""
 
