@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.collator import MicroBatch
+from train.head import head_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -144,10 +145,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies `[n]` of `targets [n]` given head inputs `[n, H]`, at the sampling temperature."""
     head: Any = model.get_output_embeddings()
-    distribution = torch.log_softmax(head(hidden).float() / temperature, dim=-1)
-    with torch.no_grad():
-        entropy = -(distribution.exp() * distribution).sum(-1)
-    return distribution.gather(-1, targets[:, None])[:, 0], entropy
+    return head_logprobs(hidden, targets, head.weight, head.bias, temperature=temperature)
 
 
 @torch.no_grad()
