@@ -94,6 +94,17 @@ def unpack(batch: MicroBatch) -> list[TrainingSample]:
     return samples
 
 
+def trajectory_index(batch: MicroBatch) -> Tensor:
+    """Which trajectory each trained token belongs to `[n]`, in the order of `loss_mask`, counted from 0 in this batch;
+    the samples of a trajectory have one number."""
+    index = torch.zeros(batch.token_ids.shape, dtype=torch.long)
+    numbers: dict[str, int] = {}
+    for placement in batch.placements:
+        number = numbers.setdefault(placement.sample.trajectory_id, len(numbers))
+        index[placement.row, placement.start : placement.start + len(placement.sample)] = number
+    return index.to(batch.token_ids.device)[batch.loss_mask]
+
+
 def check_layout(batch: MicroBatch) -> None:
     """The gate's part that only the tensors show: what lies outside the samples, and what keeps them apart.
 

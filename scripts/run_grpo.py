@@ -29,6 +29,7 @@ from train.learner import Learner
 from train.lora import load_trained
 from train.metrics import MetricsLog, start_wandb
 from train.model import check_model_folder, load_tokenizer, pad_token_id
+from train.reference import load_reference
 
 
 def main() -> None:
@@ -181,6 +182,9 @@ def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) 
         optimizer=settings.optimizer,
         temperature=settings.rollout.sampling.temperature,
         pad_token_id=pad_token_id(tokenizer),
+        max_trajectory_tokens=settings.rollout.limits.max_trajectory_tokens,
+        # Of the folder that the run started from, also where it continues from a checkpoint.
+        reference=load_reference(settings.model, config=settings.grpo, lora=settings.lora, device=accelerator.device),
     )
 
 

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from rollouts.config import RolloutConfig, SamplingConfig, Section
 
 Dtype = Literal["float32", "bfloat16"]
+LossType = Literal["grpo", "dapo", "dr_grpo", "cispo", "rloo"]
+CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 def check_trainable(rollout: RolloutConfig) -> RolloutConfig:
@@ -94,9 +96,23 @@ class GrpoConfig(Section):
     num_mini_batches: int = Field(default=1, ge=1)
     """Optimizer updates made from the trajectories of a step; each takes its share of every group's siblings. The clip
     bounds how far the later ones may move from what was sampled."""
-    loss_type: Literal["grpo", "dapo"] = "dapo"
+    loss_type: LossType = "dapo"
+    """What counts the same: every trained token of the batch ("dapo", "cispo"), every trajectory ("grpo", "rloo"), or
+    every token over a constant, the trajectories times rollout.limits.max_trajectory_tokens ("dr_grpo"). "cispo" clips
+    the weight of a token instead of taking its gradient away; "rloo" has one ratio for each trajectory."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """"sequence" is GSPO: the geometric mean of a trajectory's ratios. Its epsilons are near 3e-4."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
     epsilon_high: float = Field(default=0.28, gt=0)
+    """The ratio is clipped at 1 + epsilon_high. With "cispo" this is the bound of the ratio itself: 5 is usual."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the model that the run started from. 0: no reference model is held."""
+    vllm_importance_sampling_mode: CorrectionMode = "token_truncate"
+    """How the loss is corrected where engine and trainer give a token different probabilities: by their ratio, of each
+    token or each trajectory, truncated to the bounds below, or dropped outside of them."""
+    vllm_importance_sampling_clip_max: float = Field(default=3.0, gt=0)
+    """1e9 bounds nothing."""
+    vllm_importance_sampling_clip_min: float = Field(default=0.0, ge=0)
     scale_rewards: bool = True
     """Divide advantages by the group's standard deviation."""
     mask_truncated_completions: bool = True
@@ -109,6 +125,51 @@ class GrpoConfig(Section):
     memory meanwhile."""
     sync_tolerance: float = Field(default=0.01, gt=0)
     """How far engine and trainer may differ on fixed prompts after a weight sync (nats, the largest difference)."""
+
+    @property
+    def sequence_level(self) -> bool:
+        """Whether something is computed over a whole trajectory, so that its samples must share a micro-batch."""
+        return (
+            self.loss_type == "rloo"
+            or self.importance_sampling_level == "sequence"
+            or self.vllm_importance_sampling_mode.startswith("sequence")
+        )
+
+    @model_validator(mode="after")
+    def _loss_keys_fit_together(self) -> Self:
+        if self.loss_type == "cispo" and self.epsilon_high < 1:
+            raise ValueError(
+                f"loss_type cispo bounds the ratio itself by epsilon_high, and {self.epsilon_high} would scale every "
+                "token down; set epsilon_high to 1 or more (5.0 is usual)"
+            )
+        if self.loss_type == "cispo" and self.epsilon != type(self).model_fields["epsilon"].default:
+            raise ValueError(
+                "epsilon does nothing with loss_type cispo, which has one bound, epsilon_high; leave it out"
+            )
+        if self.loss_type == "rloo" and self.importance_sampling_level == "sequence":
+            raise ValueError(
+                "loss_type rloo has the product of a trajectory's ratios, importance_sampling_level sequence (GSPO) "
+                "their geometric mean; leave importance_sampling_level out, or take loss_type grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_has_bounds(self) -> Self:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        mode, fields = self.vllm_importance_sampling_mode, type(self).model_fields
+        if mode == "none":
+            names = ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
+            if any(getattr(self, name) != fields[name].default for name in names):
+                raise ValueError(
+                    "vllm_importance_sampling_mode none corrects nothing, so its clip_min and clip_max do nothing; "
+                    "leave them out or choose a mode"
+                )
+        elif low >= high:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min = {low} must be less than vllm_importance_sampling_clip_max = "
+                f"{high}"
+            )
+        return self
 
 
 class SftConfig(Section):

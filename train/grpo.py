@@ -98,7 +98,7 @@ class GrpoRun:
             self._gate(step, [batch for batches in updates for batch in batches], samples)
             if updates:
                 async with self._engine_asleep():
-                    row |= mean_metrics([self.learner.update(batches) for batches in updates])
+                    row |= mean_metrics(self.learner.update_step(updates))
             self.learner.end_step()
             updated = time.perf_counter()
             if updates and self.sampling is not None:
@@ -223,9 +223,11 @@ def _why_lost(step: int, trajectories: Sequence[Trajectory]) -> str | None:
 def mini_batches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
     """`samples` in `count` parts of about equal size, each with trajectories of as many groups as there are.
 
-    Siblings are dealt out one by one, so a part holds the successes and the failures of a group together as a rule.
+    Siblings are dealt out one by one, so a part holds the successes and the failures of a group together as a rule. The
+    samples of a trajectory stay together: its ratio and its mean are over all of them.
     """
-    return [list(samples[first::count]) for first in range(count)]
+    turn = {name: number % count for number, name in enumerate(dict.fromkeys(s.trajectory_id for s in samples))}
+    return [[sample for sample in samples if turn[sample.trajectory_id] == part] for part in range(count)]
 
 
 def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,20 +12,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
-from data.collator import MicroBatch, pack
+from data.collator import MicroBatch, pack, trajectory_index
 from data.types import TrainingSample
 from train.config import GrpoConfig, OptimizerConfig
 from train.lora import adapter_state
-from train.loss import grpo_loss, sample_weights
+from train.loss import TrainedTokens, policy_loss, sample_weights
+from train.loss_metrics import MAXIMA, SUMS, loss_metrics
 from train.model import computing, disable_dropout, score, trained_logprobs
+from train.reference import check_reference, reference_model
 
 
 class Learner:
     """The model with its optimizer and schedule. Its dropout is switched off; the learning rate changes between steps.
 
     `temperature` is the sampling temperature: the trainer's logprobs are of the same distribution.
+    `max_trajectory_tokens` is that of rollout.limits, for loss_type dr_grpo; `reference` is from `load_reference`.
     """
 
     def __init__(
@@ -37,7 +41,10 @@ class Learner:
         optimizer: OptimizerConfig,
         temperature: float,
         pad_token_id: int,
+        max_trajectory_tokens: int | None = None,
+        reference: PreTrainedModel | None = None,
     ) -> None:
+        check_reference(model, reference, config)
         disable_dropout(model)
         self.model = model
         self._accelerator = accelerator
@@ -45,6 +52,8 @@ class Learner:
         self._max_grad_norm = optimizer.max_grad_norm
         self._temperature = temperature
         self._pad_token_id = pad_token_id
+        self._max_trajectory_tokens = max_trajectory_tokens
+        self._reference = reference
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -66,52 +75,68 @@ class Learner:
         trained = [sample for sample in samples if any(sample.loss_mask)]
         return pack(
             trained,
-            sample_weights(trained, self._config.loss_type),
+            sample_weights(trained, self._config.loss_type, max_trajectory_tokens=self._max_trajectory_tokens),
             max_tokens=self._config.max_micro_batch_tokens,
             pad_token_id=self._pad_token_id,
         )
 
-    def gradient(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Leave the gradient of the whole step in every process's parameters; return the step's loss metrics."""
-        self._optimizer.zero_grad()
-        mine = batches[self._accelerator.process_index :: self._accelerator.num_processes]
-        sums = torch.zeros(5, dtype=torch.float64)
-        largest = torch.zeros(1)
-        for batch in mine:
-            batch = batch.to(self._accelerator.device)
-            with computing(self._config.dtype, self._accelerator.device):
-                logprobs, entropy = trained_logprobs(self.model, batch, temperature=self._temperature)
-            trained = batch.loss_mask
-            terms = grpo_loss(
-                logprobs,
-                batch.sampled_logprobs[trained],
-                batch.advantages[trained],
-                batch.loss_weights[trained],
-                epsilon=self._config.epsilon,
-                epsilon_high=self._config.epsilon_high,
-            )
-            terms.loss.backward()
-            sums += torch.tensor(
-                [
-                    terms.loss.item(), entropy.sum().item(), terms.clipped, terms.logprob_gap_sum, logprobs.numel(),
-                ],
-                dtype=torch.float64,
-            )  # fmt: skip
-            largest = torch.maximum(largest, torch.tensor([terms.logprob_gap_max]))
-        self._sum_over_processes()
-        sums, largest = self._reduce(sums, "sum"), self._reduce(largest, "max")
-        loss, entropy_sum, clipped, gap, n = sums.tolist()
-        return {
-            "loss": loss,
-            "entropy": entropy_sum / n,
-            "clip_ratio": clipped / n,
-            "logprob_gap/mean": gap / n,
-            "logprob_gap/max": largest.item(),
-        }
+    def old_logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The logprobs `[n]` of this process's micro-batches now: for an update that others of the step go before."""
+        with torch.no_grad():
+            return [self._forward(self.model, batch.to(self._accelerator.device))[0] for batch in self._mine(batches)]
 
-    def update(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """One optimizer update; returns its metrics."""
-        metrics = self.gradient(batches)
+    def gradient(self, batches: Sequence[MicroBatch], old: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        """Leave the gradient of the whole step in every process's parameters; return the step's loss metrics.
+
+        `old`: what `old_logprobs` gave for these batches; None where no update has gone before.
+        """
+        self._optimizer.zero_grad()
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._accelerator.device)
+        maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=self._accelerator.device)
+        for number, batch in enumerate(self._mine(batches)):
+            batch = batch.to(self._accelerator.device)
+            terms = policy_loss(self._tokens(batch, None if old is None else old[number]), self._config)
+            terms.loss.backward()
+            sums += terms.sums
+            maxima = torch.maximum(maxima, terms.maxima)
+        self._sum_over_processes()
+        sums, maxima = self._reduce(sums, "sum"), self._reduce(maxima, "max")
+        return loss_metrics(sums.tolist(), maxima.tolist(), self._config)
+
+    def _tokens(self, batch: MicroBatch, old: Tensor | None) -> TrainedTokens:
+        trained = batch.loss_mask
+        ref_logprobs = None
+        if self._config.beta > 0:
+            with reference_model(self.model, self._reference) as reference:
+                ref_logprobs, _ = self._forward(reference, batch)
+        logprobs, entropies = self._forward(self.model, batch)
+        return TrainedTokens(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else old,
+            sampled_logprobs=batch.sampled_logprobs[trained],
+            advantages=batch.advantages[trained],
+            weights=batch.loss_weights[trained],
+            trajectory=trajectory_index(batch),
+            entropies=entropies,
+            ref_logprobs=ref_logprobs,
+        )
+
+    def _forward(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        with computing(self._config.dtype, self._accelerator.device):
+            return trained_logprobs(model, batch, temperature=self._temperature)
+
+    def _mine(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return batches[self._accelerator.process_index :: self._accelerator.num_processes]
+
+    def update_step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, Any]]:
+        """The updates of a step, one after the other; returns the metrics of each. All ratios are to the policy before
+        the first of them, which takes one more forward pass over the micro-batches of the later ones."""
+        old = [None, *(self.old_logprobs(batches) for batches in updates[1:])]
+        return [self.update(batches, before) for batches, before in zip(updates, old, strict=True)]
+
+    def update(self, batches: Sequence[MicroBatch], old: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        """One optimizer update; returns its metrics. `old`: see `gradient`."""
+        metrics = self.gradient(batches, old)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if not torch.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm.item()}; nothing was updated")

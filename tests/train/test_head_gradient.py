@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.collator import MicroBatch, pack
+from data.collator import MicroBatch, pack, trajectory_index
 from data.demonstrations import to_samples
 from data.template_renderer import TemplateRenderer
 from data.types import TrainingSample
 from tests.train.tiny import load_embedded_tokenizer, make_model, sampled_sample, save_model, some_conversations
-from train.config import CheckpointConfig, OptimizerConfig, SftConfig
-from train.loss import grpo_loss, sample_weights
+from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig, SftConfig
+from train.loss import TrainedTokens, policy_loss, sample_weights
 from train.model import hidden_states, score, trained_logprobs
 from train.sft import TokenTrainer, make_trainer, sft_arguments
 from train.sft_data import IGNORED
@@ -165,14 +165,15 @@ def test_grpo_gradient(renderer: TemplateRenderer, model: Any, packed: bool) -> 
     assert len(batches) == (1 if packed else 3)
     head_input = HeadInput(model)
     for batch in batches:
-        logprobs, _ = trained_logprobs(model, batch, temperature=1.0)
+        logprobs, entropies = trained_logprobs(model, batch, temperature=1.0)
         trained = batch.loss_mask
         # Where the ratio is one, the surrogate's gradient is that of the advantage-weighted likelihood.
-        terms = grpo_loss(
-            logprobs, logprobs.detach(), batch.advantages[trained], batch.loss_weights[trained],
-            epsilon=0.2, epsilon_high=0.2,
+        tokens = TrainedTokens(
+            logprobs=logprobs, old_logprobs=logprobs.detach(), sampled_logprobs=logprobs.detach(),
+            advantages=batch.advantages[trained], weights=batch.loss_weights[trained],
+            trajectory=trajectory_index(batch), entropies=entropies,
         )  # fmt: skip
-        terms.loss.backward()
+        policy_loss(tokens, GrpoConfig()).loss.backward()
         assert violations(head_input.gradient, batch.loss_mask) == []
         weights = batch.loss_weights * batch.advantages
         head = model.get_output_embeddings().weight.detach()
