@@ -7,13 +7,13 @@ compares the batch that is about to be trained with the ledger, not with the mas
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from data.jsonl import append_line, read_lines
-from data.types import Completion, TrainingSample
+from data.types import Completion
 
 _COMPLETION = TypeAdapter(Completion)
 
@@ -21,16 +21,23 @@ _COMPLETION = TypeAdapter(Completion)
 class Ledger:
     """Completions by id; appended to a file when `path` is given.
 
-    The memory holds the completions since the last `forget`; the file holds them all. A run that continues after step
-    `after_step` samples what followed again: later completions of a killed run are removed from the file.
+    The file holds all completions; the memory those that nobody has taken yet. A run that continues samples some groups
+    again: `keep` says whether a group's completions stay in the file, and those of the groups in `remember` are in
+    memory from the start, for they are still to be trained.
     """
 
-    def __init__(self, path: Path | None = None, *, after_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, *, keep: Callable[[str], bool] | None = None, remember: Collection[str] = ()
+    ) -> None:
         self._entries: dict[str, Completion] = {}
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_whole_lines(path, after_step)
+            _keep_whole_lines(path, keep)
+            if remember and path.exists():
+                for completion in read_lines(path, _COMPLETION):
+                    if group_of(completion.completion_id) in remember:
+                        self._entries[completion.completion_id] = completion
             self._file = path.open("ab")
 
     def record(self, completion: Completion) -> None:
@@ -51,8 +58,16 @@ class Ledger:
     def __iter__(self) -> Iterator[Completion]:
         return iter(self._entries.values())
 
+    def take(self, group_ids: Collection[str]) -> Ledger:
+        """The completions of some groups, which leave this ledger's memory; the file keeps them."""
+        taken = Ledger()
+        taken._entries = {name: one for name, one in self._entries.items() if group_of(name) in group_ids}
+        for name in taken._entries:
+            del self._entries[name]
+        return taken
+
     def forget(self) -> None:
-        """Drop from memory what has been trained; the file keeps it."""
+        """Drop all from memory; the file keeps it."""
         self._entries.clear()
 
     def close(self) -> None:
@@ -61,32 +76,32 @@ class Ledger:
             self._file = None
 
 
-def read_ledger(path: Path, *, samples: Iterable[TrainingSample] | None = None) -> Ledger:
-    """An in-memory ledger with the completions of a file.
+def group_of(name: str) -> str:
+    """The group of a completion, by its id, `{group}/{sibling}/{turn}`.
 
-    Args:
-        samples: keep only the completions of their steps (the first part of a trajectory's id, `step-7`); the file
-            holds all steps of a run, and a dump only its own.
+    >>> group_of("group-7/train-0-3/1/0")
+    'group-7/train-0-3'
     """
-    steps = None if samples is None else {sample.trajectory_id.split("/")[0] for sample in samples}
+    return name.rsplit("/", 2)[0]
+
+
+def read_ledger(path: Path, *, groups: Collection[str] | None = None) -> Ledger:
+    """An in-memory ledger with the completions of a file; of `groups` only, where they are given: the file holds all
+    steps of a run, and a dump only its own."""
     ledger = Ledger()
     for completion in read_lines(path, _COMPLETION):
-        if steps is None or completion.completion_id.split("/")[0] in steps:
+        if groups is None or group_of(completion.completion_id) in groups:
             ledger.record(completion)
     return ledger
 
 
-def _keep_whole_lines(path: Path, last_step: int | None) -> None:
-    """Drop the line that a killed writer left unfinished, and completions (`step-7/train-0-3/1/0`) of later steps."""
+def _keep_whole_lines(path: Path, keep: Callable[[str], bool] | None) -> None:
+    """Drop the line that a killed writer left unfinished, and the completions of groups that will be sampled again."""
     if not path.exists():
         return
     temporary = path.with_suffix(".tmp")
     with path.open("rb") as old, temporary.open("wb") as new:
         for line in old:
-            if line.endswith(b"\n") and (last_step is None or _step(line) <= last_step):
+            if line.endswith(b"\n") and (keep is None or keep(group_of(json.loads(line)["completion_id"]))):
                 new.write(line)
     temporary.replace(path)
-
-
-def _step(line: bytes) -> int:
-    return int(json.loads(line)["completion_id"].partition("/")[0].removeprefix("step-"))

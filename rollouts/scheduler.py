@@ -151,6 +151,12 @@ class Scheduler:
             if attempt.group is group:
                 attempt.stop("its group was cancelled")
 
+    def take_finished(self) -> list[TrajectoryGroup]:
+        """The groups that are over and were not handed out yet, without waiting."""
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
+
     @property
     def status(self) -> ScheduleStatus:
         return ScheduleStatus(

@@ -13,6 +13,7 @@ from data.jsonl import read_lines
 from data.ledger import read_ledger
 from data.rows import SAMPLE
 from data.types import Excluded, TrainingSample
+from rollouts.record import read_trajectories
 from scripts.console import run_main
 from train.report.sources import file_kind
 
@@ -36,8 +37,15 @@ def check_samples(path: Path, ledger: Path | None = None) -> str:
     samples = list(read_lines(path, SAMPLE))
     if not samples:
         raise ValueError(f"{path}: there is no whole row in it")
-    report = check_batch(samples, read_ledger(ledger or _find_ledger(path), samples=samples))
+    groups = {sample.trajectory_id.rpartition("/")[0] for sample in samples} | _groups_of_step(path)
+    report = check_batch(samples, read_ledger(ledger or _find_ledger(path), groups=groups))
     return _line(samples, report.trained, report.excluded)
+
+
+def _groups_of_step(path: Path) -> set[str]:
+    """Those that the run recorded for the step of a dump: one that is missing in the dump as a whole is found too."""
+    recorded = path.resolve().parent.parent / "trajectories" / path.name
+    return {trajectory.group_id for trajectory in read_trajectories(recorded)} if recorded.is_file() else set()
 
 
 def _find_ledger(path: Path) -> Path:

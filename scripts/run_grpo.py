@@ -23,7 +23,8 @@ from scripts.open_rollouts import open_runner
 from scripts.rollout_progress import keep_current
 from scripts.run_folder import only_writer
 from scripts.settings import GrpoSettings, load_settings, resolved, save_resolved
-from train.checkpoint import latest_checkpoint, load_state
+from train.checkpoint import latest_checkpoint, load_feed, load_state
+from train.group_feed import FeedState
 from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
 from train.lora import load_trained
@@ -65,7 +66,9 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
         sampling: Sampling | None = None
         runner: Runner | None = None
         path = folder / "ledger" / "completions.jsonl"
-        ledger = Ledger(path, after_step=start_after) if is_main else Ledger()
+        feed_state = load_feed(found[0]) if found else FeedState()
+        waiting = {one.group.group_id for one in feed_state.ready}
+        ledger = Ledger(path, keep=feed_state.is_kept, remember=waiting) if is_main else Ledger()
         if is_main:
             # The engine starts first: it must not find the process group of the trainer.
             runner = await stack.enter_async_context(
@@ -97,7 +100,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
             stack.callback(ledger.close)
             if start_after:
                 print(f"grpo: continuing after step {start_after}")
-        await _train(settings, folder, accelerator, learner, sampling, log, start_after)
+        await _train(settings, folder, accelerator, learner, sampling, log, start_after, feed_state)
 
 
 async def _train(
@@ -108,6 +111,7 @@ async def _train(
     sampling: Sampling | None,
     log: MetricsLog | None,
     start_after: int,
+    feed_state: FeedState,
 ) -> None:
     grpo = settings.grpo
     with progress() as bar:
@@ -144,7 +148,7 @@ async def _train(
             while_sampling=while_sampling,
             on_step=on_step,
         )
-        await run.train(start_after=start_after)
+        await run.train(start_after=start_after, feed_state=feed_state)
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:

@@ -1,7 +1,8 @@
 """Checkpoints: everything a run needs to go on, written so that a kill leaves the old one or the new one, whole.
 
 A checkpoint is an ordinary Hugging Face model folder (weights, tokenizer, chat template) with `trainer_state.pt` beside
-the weights. Seeds are made from the run's seed and the step, so there is no random state to keep.
+the weights, and `groups.jsonl`: the groups that were sampled and not yet trained, and the place in the row of tasks.
+Seeds are made from the run's seed and the completion's id, so there is no random state to keep.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from train.group_feed import FeedState, read_feed_state, write_feed_state
 from train.lora import full_state_dict
 
 _STATE = "trainer_state.pt"
+_FEED = "groups.jsonl"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -35,6 +38,7 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     state: dict[str, Any],
+    feed: FeedState,
     keep: int,
 ) -> Path:
     """Write the checkpoint of `step` beside the others, move it into place, and remove all but the newest `keep`."""
@@ -44,6 +48,7 @@ def save_checkpoint(
     temporary.mkdir(parents=True)
     model.save_pretrained(temporary, state_dict=full_state_dict(model))
     tokenizer.save_pretrained(temporary)
+    write_feed_state(temporary / _FEED, feed)
     torch.save(state, temporary / _STATE)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
@@ -60,6 +65,15 @@ def save_final(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTok
     tokenizer.save_pretrained(temporary)
     temporary.rename(final)
     return final
+
+
+def load_feed(checkpoint: Path) -> FeedState:
+    """Where sampling stood at a checkpoint.
+
+    Raises:
+        ValueError: its file is damaged.
+    """
+    return read_feed_state(checkpoint / _FEED)
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:

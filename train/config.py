@@ -93,6 +93,11 @@ class GrpoConfig(Section):
     tasks_per_step: int = Field(default=8, ge=1)
     num_generations: int = Field(default=8, ge=2)
     """Trajectories of each task; a group of one has no baseline."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many updates may lie between the weights that a trajectory was begun with and those that train it; sampling
+    goes on during updates where it is not 0."""
+    max_resampled_groups: int = Field(default=0, ge=0)
+    """So many dead groups of a step are replaced by groups of further tasks (dynamic sampling)."""
     num_mini_batches: int = Field(default=1, ge=1)
     """Optimizer updates made from the trajectories of a step; each takes its share of every group's siblings. The clip
     bounds how far the later ones may move from what was sampled."""
@@ -168,6 +173,15 @@ class GrpoConfig(Section):
             raise ValueError(
                 f"vllm_importance_sampling_clip_min = {low} must be less than vllm_importance_sampling_clip_max = "
                 f"{high}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_sleeps_or_samples(self) -> Self:
+        if self.vllm_enable_sleep_mode and self.max_staleness:
+            raise ValueError(
+                f"vllm_enable_sleep_mode with max_staleness = {self.max_staleness}: an engine that sleeps during "
+                "updates cannot sample meanwhile; set max_staleness to 0, or give the engine a GPU of its own"
             )
         return self
 

@@ -1,19 +1,22 @@
 """The GRPO run: sample groups → rewards → advantages → samples → gate → one update → sync → checkpoint.
 
-Process 0 owns the engine and the sandboxes, and samples for all; every process takes its share of the update.
+Process 0 owns the engine and the sandboxes, and samples for all; every process takes its share of the update. The
+trainer works in a thread of its own, so that sampling can go on beside it; how far ahead, `group_feed` decides.
 """
 
 from __future__ import annotations
 
-import random
+import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
@@ -38,11 +41,14 @@ from rollouts.weight_check import WeightCheck, check_weights
 from train.advantages import group_advantages
 from train.checkpoint import save_checkpoint, save_final
 from train.config import CheckpointConfig, GrpoConfig
+from train.group_feed import FeedState, GroupFeed, StepGroups
 from train.learner import Learner
 from train.lora import full_state_dict
 from train.metrics import MetricsLog
 
 WhileSampling = Callable[[Tally, Callable[[], ScheduleStatus]], AbstractAsyncContextManager[None]]
+
+T = TypeVar("T")
 
 _GO_ON = "start the same command again to go on from the last checkpoint"
 
@@ -60,10 +66,19 @@ class Sampling:
     sleeps: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A step's groups with all that was sampled for them; or in words, why the run cannot go on."""
+
+    groups: StepGroups
+    ledger: Ledger
+    lost: str | None
+
+
 @dataclass(slots=True, kw_only=True)
 class GrpoRun:
-    """A run and its parts. `sampling` and `log` are there in process 0 only. `while_sampling` is entered while a step's
-    trajectories are sampled, with what has ended of them and with what tells where their schedule stands."""
+    """A run and its parts. `sampling` and `log` are there in process 0 only. `while_sampling` is entered while a step
+    waits for its trajectories, with what has ended since the last one and with what tells where the schedule stands."""
 
     folder: Path
     seed: int
@@ -78,85 +93,141 @@ class GrpoRun:
     last_check: WeightCheck | None = None
     while_sampling: WhileSampling = lambda tally, status: nullcontext()
     on_step: Callable[[Mapping[str, Any]], None] = lambda row: None
+    _tally: Tally = field(init=False, default_factory=Tally)
+    _thread: ThreadPoolExecutor = field(init=False)
 
-    async def train(self, *, start_after: int) -> None:
-        """Run the steps after `start_after` to the end.
+    async def train(self, *, start_after: int, feed_state: FeedState | None = None) -> None:
+        """Run the steps after `start_after` to the end; `feed_state` is what their checkpoint says of sampling.
 
         Raises:
             ValueError: a whole step was lost to failures of engine, sandbox or environment.
             GateError: a batch was not what the policy sampled; it is in `gate_violation.jsonl`, nothing was trained.
             WeightSyncError: engine and trainer disagree after a sync.
         """
-        if self.sampling is not None:
-            await self._sync(start_after)
-        for step in range(start_after + 1, self.config.max_steps + 1):
-            started = time.perf_counter()
-            samples, row = await self._sample(step)
-            sampled = time.perf_counter()
-            updates = [self.learner.pack(part) for part in mini_batches(samples, self.config.num_mini_batches)]
-            updates = [batches for batches in updates if batches]
-            self._gate(step, [batch for batches in updates for batch in batches], samples)
-            if updates:
-                async with self._engine_asleep():
-                    row |= mean_metrics(self.learner.update_step(updates))
-            self.learner.end_step()
-            updated = time.perf_counter()
-            if updates and self.sampling is not None:
-                await self._sync(step)
-            done = time.perf_counter()
-            row |= {
-                "time/rollout_s": sampled - started,
-                "time/update_s": updated - sampled,
-                "time/sync_s": done - updated,
-            }
-            if self.last_check is not None:
-                row["sync/logprob_gap_max"] = self.last_check.largest_difference
-            self._finish_step(step, row)
+        async with AsyncExitStack() as stack:
+            # One thread, so that what belongs to a thread (CUDA's device, the order of collectives) stays the same.
+            self._thread = stack.enter_context(
+                ThreadPoolExecutor(1, "trainer", _use_device, (self.accelerator.device,))
+            )
+            feed: GroupFeed | None = None
+            scheduler: Scheduler | None = None
+            if self.sampling is not None:
+                await self._sync(self.sampling, start_after)
+                scheduler = await stack.enter_async_context(self._scheduler(self.sampling))
+                feed = self._feed(scheduler, feed_state or FeedState())
+            for step in range(start_after + 1, self.config.max_steps + 1):
+                self._finish_step(step, await self._step(step, feed, scheduler), feed)
         if self.log is not None and not (self.folder / "final").exists():
             save_final(self.folder, model=self.learner.model, tokenizer=self.tokenizer)
 
-    async def _sample(self, step: int) -> tuple[list[TrainingSample], dict[str, Any]]:
-        """The step's samples, in every process, and the row of metrics that describes them."""
+    async def _step(self, step: int, feed: GroupFeed | None, scheduler: Scheduler | None) -> dict[str, Any]:
+        """One round of sampling, update and sync; returns its row of metrics."""
+        started = time.perf_counter()
+        taken = await self._take(step, feed, scheduler)
+        sampled = time.perf_counter()
+        updates, row = await self._beside(self._prepare, step, taken)
+        if updates:
+            async with self._engine_asleep():
+                row |= await self._beside(lambda: mean_metrics(self.learner.update_step(updates)))
+        self.learner.end_step()
+        updated = time.perf_counter()
+        if updates and self.sampling is not None:
+            await self._sync(self.sampling, step)
+        row |= {
+            "time/rollout_s": sampled - started,
+            "time/update_s": updated - sampled,
+            "time/sync_s": time.perf_counter() - updated,
+        }
+        if self.last_check is not None:
+            row["sync/logprob_gap_max"] = self.last_check.largest_difference
+        return row
+
+    async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The trainer's work, in its thread: sampling goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def _scheduler(self, sampling: Sampling) -> Scheduler:
+        return Scheduler(
+            sampling.runner,
+            sampling.schedule,
+            on_done=lambda trajectory: self._tally.add(trajectory),
+            on_lost=lambda attempt: self._tally.add_begun_again(attempt),
+        )
+
+    def _feed(self, scheduler: Scheduler, state: FeedState) -> GroupFeed:
+        return GroupFeed(
+            scheduler,
+            self.tasks,
+            config=self.config,
+            seed=self.seed,
+            is_dead=lambda group: is_dead(group, self.config),
+            state=state,
+        )
+
+    async def _take(self, step: int, feed: GroupFeed | None, scheduler: Scheduler | None) -> _Taken | None:
+        """What process 0 has for the step."""
+        if self.sampling is None or feed is None or scheduler is None:
+            return None
+        try:
+            async with self.while_sampling(self._tally, lambda: scheduler.status):
+                groups = await feed.take(step)
+        except OutageError as error:
+            none = StepGroups(trained=(), replaced=())
+            return _Taken(groups=none, ledger=Ledger(), lost=f"step {step}: {error}; {_GO_ON}")
+        self._tally = Tally()
+        group_ids = {group.group_id for group in (*groups.trained, *groups.replaced)}
+        return _Taken(groups=groups, ledger=self.sampling.ledger.take(group_ids), lost=None)
+
+    def _prepare(self, step: int, taken: _Taken | None) -> tuple[list[list[MicroBatch]], dict[str, Any]]:
+        """What each update of the step is made of, checked, and the row of metrics that describes the sampling; the
+        same in every process.
+
+        Raises:
+            ValueError: there is nothing that could be graded.
+            GateError: see `train`.
+        """
         message: list[Any] = [None, None, None]
-        if self.sampling is not None:
-            self.sampling.ledger.forget()
-            try:
-                message = await self._roll_out(self.sampling, step)
-            except OutageError as error:
-                message = [None, None, f"step {step}: {error}; {_GO_ON}"]
+        if taken is not None:
+            message = self._samples(step, taken) if taken.lost is None else [None, None, taken.lost]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(message)
         samples, row, lost = message
         if lost is not None:
             raise ValueError(lost)
-        return samples, {"step": step} | row
-
-    async def _roll_out(self, sampling: Sampling, step: int) -> list[Any]:
-        """What every process is told: samples, metrics, and why all is lost, if it is."""
-        tasks = step_tasks(self.tasks, step, self.config.tasks_per_step, self.seed)
-        groups = await sample_step(sampling, tasks, step, self.config.num_generations, self.while_sampling)
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
-        return [*samples_and_metrics(groups, self.config), _why_lost(step, trajectories)]
-
-    def _gate(self, step: int, batches: Sequence[MicroBatch], samples: Sequence[TrainingSample]) -> None:
-        """Check the packed batch, and what was left out of it, against the ledger; every process stops if it fails."""
-        verdict: list[str | None] = [None]
-        if self.sampling is not None:
-            packed = [sample for batch in batches for sample in unpack(batch)]
-            left_out = [sample for sample in samples if not any(sample.loss_mask)]
-            write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", [*packed, *left_out])
-            try:
-                for batch in batches:
-                    check_layout(batch)
-                check_batch([*packed, *left_out], self.sampling.ledger)
-            except GateError as error:
-                write_samples(self.folder / "gate_violation.jsonl", [*packed, *left_out])
-                verdict = [f"step {step}: {error}; the batch is in {self.folder / 'gate_violation.jsonl'}"]
+        updates = [self.learner.pack(part) for part in mini_batches(samples, self.config.num_mini_batches)]
+        updates = [batches for batches in updates if batches]
+        verdict = [None if taken is None else self._gate(step, updates, samples, taken.ledger)]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(verdict)
         if verdict[0] is not None:
             raise GateError(verdict[0])
+        return updates, {"step": step} | row
+
+    def _samples(self, step: int, taken: _Taken) -> list[Any]:
+        """What every process is told: samples, metrics, and why all is lost, if it is."""
+        groups = [*taken.groups.trained, *taken.groups.replaced]
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
+        samples, row = samples_and_metrics(groups, self.config)
+        row |= {"groups/replaced": len(taken.groups.replaced)} | staleness(samples, trained_version=step - 1)
+        return [samples, row, _why_lost(step, trajectories)]
+
+    def _gate(
+        self, step: int, updates: Sequence[Sequence[MicroBatch]], samples: Sequence[TrainingSample], ledger: Ledger
+    ) -> str | None:
+        """Check the packed batches, and what was left out of them, against the ledger; returns what is wrong."""
+        batches = [batch for update in updates for batch in update]
+        packed = [sample for batch in batches for sample in unpack(batch)]
+        left_out = [sample for sample in samples if not any(sample.loss_mask)]
+        write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", [*packed, *left_out])
+        try:
+            for batch in batches:
+                check_layout(batch)
+            check_batch([*packed, *left_out], ledger)
+        except GateError as error:
+            write_samples(self.folder / "gate_violation.jsonl", [*packed, *left_out])
+            return f"step {step}: {error}; the batch is in {self.folder / 'gate_violation.jsonl'}"
+        return None
 
     @asynccontextmanager
     async def _engine_asleep(self) -> AsyncIterator[None]:
@@ -168,20 +239,15 @@ class GrpoRun:
         yield
         await self.sampling.engine.wake()
 
-    async def _sync(self, version: int) -> None:
+    async def _sync(self, sampling: Sampling, version: int) -> None:
         """Give the trainer's weights to the engine, and check that they arrived."""
-        assert self.sampling is not None
-        await self.sampling.engine.load_weights(full_state_dict(self.learner.model), version)
+        await sampling.engine.load_weights(full_state_dict(self.learner.model), version)
         self.last_check = await check_weights(
-            self.sampling.engine,
-            self.learner.score,
-            self.sampling.probes,
-            self.config.sync_tolerance,
-            self.last_check,
+            sampling.engine, self.learner.score, sampling.probes, self.config.sync_tolerance, self.last_check
         )
 
-    def _finish_step(self, step: int, row: dict[str, Any]) -> None:
-        if self.log is None:
+    def _finish_step(self, step: int, row: dict[str, Any], feed: GroupFeed | None) -> None:
+        if self.log is None or feed is None:
             return
         self.log.write(row)
         self.on_step(row)
@@ -192,22 +258,15 @@ class GrpoRun:
                 model=self.learner.model,
                 tokenizer=self.tokenizer,
                 state=self.learner.state(),
+                feed=feed.state(),
                 keep=self.checkpoints.save_total_limit,
             )
             self.log.publish()
 
 
-async def sample_step(
-    sampling: Sampling, tasks: Sequence[Task], step: int, num_generations: int, while_sampling: WhileSampling
-) -> list[TrajectoryGroup]:
-    """The groups of a step, in the order of its tasks; see `rollouts.scheduler.sample_groups`."""
-    tally, schedule = Tally(), sampling.schedule
-    async with Scheduler(sampling.runner, schedule, on_done=tally.add, on_lost=tally.add_begun_again) as scheduler:
-        for task in tasks:
-            scheduler.submit(task, group_id=f"step-{step}/{task.task_id}", siblings=range(num_generations))
-        async with while_sampling(tally, lambda: scheduler.status):
-            groups = {group.group_id: group async for group in scheduler}
-    return [groups[f"step-{step}/{task.task_id}"] for task in tasks]
+def _use_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _why_lost(step: int, trajectories: Sequence[Trajectory]) -> str | None:
@@ -262,13 +321,22 @@ def samples_and_metrics(
     return samples, row | {f"tokens/excluded/{reason}": count for reason, count in excluded.items()}
 
 
-def step_tasks(tasks: Sequence[Task], step: int, count: int, seed: int) -> list[Task]:
-    """The tasks of a step (1, 2, …): each epoch goes through all of them in its own order, and drops what is left over
-    at its end. The same arguments give the same tasks, so a run that continues sees what it would have seen."""
-    steps_per_epoch = len(tasks) // count
-    epoch, place = divmod(step - 1, steps_per_epoch)
-    order = random.Random(f"{seed}/{epoch}").sample(range(len(tasks)), len(tasks))
-    return [tasks[index] for index in order[place * count : (place + 1) * count]]
+def is_dead(group: TrajectoryGroup, config: GrpoConfig) -> bool:
+    """Whether there is nothing to learn from a group."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return not any(group_advantages(rewards, scale_rewards=config.scale_rewards))
+
+
+def staleness(samples: Sequence[TrainingSample], *, trained_version: int) -> dict[str, float]:
+    """How many updates the oldest token of each trajectory is behind the weights that are trained now."""
+    oldest: dict[str, int] = {}
+    for sample in samples:
+        versions = [version for version in sample.policy_version if version >= 0]
+        if versions:
+            name = sample.trajectory_id
+            oldest[name] = min(*versions, oldest.get(name, versions[0]))
+    ages = [trained_version - version for version in oldest.values()]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)} if ages else {}
 
 
 def check_sizes(config: GrpoConfig, tasks: Sequence[Task], *, max_context_tokens: int) -> None:

@@ -57,13 +57,19 @@ def test_an_id_is_recorded_once(tmp_path: Path) -> None:
     assert list(read_ledger(tmp_path / "completions.jsonl")) == [make_completion([4, 2])]
 
 
-def test_what_was_forgotten_stays_in_the_file(tmp_path: Path) -> None:
+def test_what_was_taken_stays_in_the_file(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "completions.jsonl")
-    ledger.record(make_completion([4, 2], completion_id="a"))
+    names = ["group-1/a/0/0", "group-1/a/1~1/0", "group-10/a/0/0", "group-2/b/c/0/1"]
+    for name in names:
+        ledger.record(make_completion([4, 2], completion_id=name))
+    taken = ledger.take({"group-1/a", "group-2/b/c"})
+    assert [c.completion_id for c in taken] == [names[0], names[1], names[3]]
+    assert [c.completion_id for c in ledger] == [names[2]]
     ledger.forget()
-    assert ledger.get("a") is None
-    ledger.record(make_completion([5, 2], completion_id="b"))
-    assert [c.completion_id for c in read_ledger(tmp_path / "completions.jsonl")] == ["a", "b"]
+    assert list(ledger) == []
+    assert [c.completion_id for c in read_ledger(tmp_path / "completions.jsonl")] == names
+    only = read_ledger(tmp_path / "completions.jsonl", groups={"group-10/a"})
+    assert [c.completion_id for c in only] == [names[2]]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
@@ -82,16 +88,17 @@ def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path: Path, cut: int) -> N
     assert [c.token_ids for c in read_ledger(path)] == [(4, 2), (6, 2)]
 
 
-@pytest.mark.parametrize(("after_step", "kept"), [(0, []), (1, [1]), (9, [1, 9]), (10, [1, 9, 10]), (99, [1, 9, 10])])
-def test_steps_that_will_be_sampled_again_are_dropped(tmp_path: Path, after_step: int, kept: list[int]) -> None:
+def test_groups_that_will_be_sampled_again_are_dropped_and_those_that_wait_are_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "completions.jsonl"
     killed = Ledger(path)
-    for step in (1, 9, 10):
-        killed.record(make_completion([4, 2], completion_id=f"step-{step}/train-0-3/1/0"))
+    for index in (1, 2, 10):
+        killed.record(make_completion([4, 2], completion_id=f"group-{index}/train-0-3/1/0"))
     killed.close()
-    path.write_bytes(path.read_bytes() + b'{"completion_id": "step-1/')
-    Ledger(path, after_step=after_step).close()
-    assert [c.completion_id for c in read_ledger(path)] == [f"step-{step}/train-0-3/1/0" for step in kept]
+    path.write_bytes(path.read_bytes() + b'{"completion_id": "group-1/')
+    resumed = Ledger(path, keep=lambda group_id: group_id != "group-2/train-0-3", remember={"group-10/train-0-3"})
+    resumed.close()
+    assert [c.completion_id for c in read_ledger(path)] == [f"group-{index}/train-0-3/1/0" for index in (1, 10)]
+    assert [c.completion_id for c in resumed] == ["group-10/train-0-3/1/0"]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from rollouts.engine import RecordingEngine
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
 from tests.integration.word_env import EvenLength
-from train.checkpoint import latest_checkpoint, load_state
+from train.checkpoint import latest_checkpoint, load_feed, load_state
 from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig
+from train.group_feed import FeedState
 from train.grpo import GrpoRun, Sampling
 from train.learner import Learner
 from train.metrics import MetricsLog
@@ -45,6 +46,7 @@ async def main(
     env = env or EvenLength()
     found = latest_checkpoint(folder / "checkpoints")
     model_path, start_after = (str(found[0]), found[1]) if found else (model, 0)
+    feed_state = load_feed(found[0]) if found else FeedState()
     tokenizer = load_tokenizer(model)
     config = GrpoConfig(
         max_steps=steps,
@@ -57,7 +59,8 @@ async def main(
     is_main = int(os.environ.get("RANK", "0")) == 0
     sampling, log = None, None
     if is_main:
-        ledger = Ledger(folder / "ledger" / "completions.jsonl", after_step=start_after)
+        waiting = {one.group.group_id for one in feed_state.ready}
+        ledger = Ledger(folder / "ledger" / "completions.jsonl", keep=feed_state.is_kept, remember=waiting)
         engine = RecordingEngine(open_engine(engine_config(engine_kind), model=model_path, can_sleep=True), ledger)
         renderer = TemplateRenderer(tokenizer, name=model)
         # A random model hardly ever samples one certain token; with many that end a turn, some turns do end.
@@ -105,7 +108,7 @@ async def main(
         sampling=sampling,
         log=log,
     )
-    await run.train(start_after=start_after)
+    await run.train(start_after=start_after, feed_state=feed_state)
     if sampling is not None:
         await sampling.engine.close()
         await sampling.runner.sandboxes.close()

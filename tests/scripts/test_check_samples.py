@@ -13,6 +13,7 @@ from data.gate import GateError
 from data.ledger import Ledger, read_ledger
 from data.rows import write_samples
 from data.types import Source, TrainingSample
+from rollouts.record import write_trajectories
 from scripts.check_samples import check_samples
 from tests.train.mask_rows import MODEL, changed, completion, pair, samples, trajectory
 
@@ -33,9 +34,9 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def rows(tmp_path: Path) -> list[TrainingSample]:
     """The rows of step 4; the run's ledger also holds another step, as every real one does."""
     ledger = Ledger(tmp_path / "ledger" / "completions.jsonl")
-    trajectory(0, group_id="step-3/train-0-9", ledger=ledger)
+    trajectory(0, group_id="group-3/train-0-9", ledger=ledger)
     trajectories = pair(ledger)
-    trajectory(0, group_id="step-40/train-0-9", ledger=ledger)
+    trajectory(0, group_id="group-40/train-0-9", ledger=ledger)
     ledger.close()
     return samples(trajectories)
 
@@ -106,6 +107,17 @@ def test_a_violation_is_exit_code_1_and_one_line(
     assert done.stderr.count("\n") == 1
 
 
+def test_a_group_that_is_missing_as_a_whole_is_found(tmp_path: Path, dump: Path) -> None:
+    """The run's record of the step says which groups it had."""
+    ledger = Ledger(tmp_path / "ledger" / "completions.jsonl")
+    other = trajectory(0, group_id="group-5/train-0-9", ledger=ledger)
+    ledger.close()
+    assert check_samples(dump).startswith("passed: 2 samples")
+    write_trajectories(tmp_path / "trajectories" / dump.name, [other])
+    with pytest.raises(GateError, match="completion group-5/train-0-9/0/0: token 0 was sampled, but is neither"):
+        check_samples(dump)
+
+
 def test_bad_input_is_exit_code_2(dump: Path, tmp_path: Path) -> None:
     assert command(tmp_path / "nothing.jsonl").returncode == 2
     (tmp_path / "ledger" / "completions.jsonl").unlink()
@@ -130,7 +142,7 @@ def test_a_step_that_was_killed_and_sampled_again_passes(tmp_path: Path) -> None
     killed.record(completion("step-4/train-0-1/0/2", "and more<|im_end|>"))
     killed.record(completion("step-4/train-0-1/7/0", "and another<|im_end|>"))
     killed.close()
-    resumed = Ledger(path, after_step=3)
+    resumed = Ledger(path, keep=lambda group_id: False)
     rows = samples(pair(resumed))
     resumed.close()
     write_samples(tmp_path / "samples" / "step-000004.jsonl", rows)

@@ -5,60 +5,38 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from envs.types import Task
-from tests.data.test_types import no_clock
 from tests.random_samples import random_samples
 from train.config import GrpoConfig
-from train.grpo import check_sizes, mini_batches, step_tasks
+from train.group_feed import task_at
+from train.grpo import check_sizes, mini_batches
 
 
 def make_tasks(count: int) -> list[Task]:
     return [Task(task_id=str(index), prompt="?") for index in range(count)]
 
 
-def ids(count: int, step: int, per_step: int, seed: int) -> list[str]:
-    return [task.task_id for task in step_tasks(make_tasks(count), step, per_step, seed)]
+def ids(count: int, indices: range, seed: int) -> list[str]:
+    return [task_at(make_tasks(count), index, seed).task_id for index in indices]
 
 
-@st.composite
-def sizes(draw: st.DrawFn) -> tuple[int, int]:
-    count = draw(st.integers(1, 30))
-    return count, draw(st.integers(1, count))
-
-
-@no_clock
-@given(size=sizes(), epoch=st.integers(0, 3), seed=st.integers(0, 5))
-def test_each_epoch_takes_each_task_at_most_once(size: tuple[int, int], epoch: int, seed: int) -> None:
-    """All of them where the step size divides their number."""
-    count, per_step = size
-    steps = count // per_step
-    taken = Counter(i for s in range(steps) for i in ids(count, epoch * steps + s + 1, per_step, seed))
-    assert taken.total() == steps * per_step
-    assert set(taken.values()) == {1}
-    if count % per_step == 0:
-        assert taken.keys() == {str(index) for index in range(count)}
-
-
-def test_a_run_that_continues_sees_what_it_would_have_seen_c13() -> None:
-    """A new process, which starts with step 4, has the same tasks: its strings hash in another way."""
-    code = "from tests.train.test_grpo_tasks import ids\nprint(*(','.join(ids(20, step, 2, 0)) for step in (4, 5, 6)))"
+def test_another_process_has_the_same_order_c13() -> None:
+    """Its strings hash in another way."""
+    code = "from tests.train.test_grpo_tasks import ids\nprint(*ids(20, range(6, 12), 0))"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == [",".join(ids(20, step, 2, 0)) for step in (4, 5, 6)], done.stderr
+    assert done.stdout.split() == ids(20, range(6, 12), 0), done.stderr
 
 
 def test_epochs_and_seeds_have_their_own_order() -> None:
-    first, second = ([i for s in range(1, 11) for i in ids(20, 10 * epoch + s, 2, 0)] for epoch in (0, 1))
+    first, second = ids(20, range(20), 0), ids(20, range(20, 40), 0)
     assert sorted(first) == sorted(second)
     assert first != second
-    assert first != [i for s in range(1, 11) for i in ids(20, s, 2, 1)]
+    assert first != ids(20, range(20), 1)
 
 
 def test_sizes_that_fit_pass() -> None:
