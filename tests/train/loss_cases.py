@@ -87,8 +87,8 @@ def weights_of(loss_type: str, lengths: Sequence[int]) -> Tensor:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Trajectories of up to five tokens in float64, off policy on both sides. One advantage for each trajectory, and one
-    correction where the ratio is one for each trajectory: only then are the papers' gradients ours."""
+    """Trajectories of up to five tokens in float64, off policy on both sides. One advantage for each trajectory, and
+    one correction where the ratio is one for each trajectory: only then are the papers' gradients ours."""
     options = draw(st.sampled_from(VARIANTS))
     of_trajectory = options["loss_type"] == "rloo" or "importance_sampling_level" in options
     modes = [c for c in CORRECTIONS if not (of_trajectory and c["vllm_importance_sampling_mode"].startswith("token"))]
