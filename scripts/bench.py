@@ -55,6 +55,12 @@ def _rollouts(arguments: argparse.Namespace) -> dict[str, Any]:
     return rollouts(model=arguments.model, seed=arguments.seed, **size)
 
 
+def _resume(arguments: argparse.Namespace) -> dict[str, Any]:
+    from scripts.bench_resume import resume
+
+    return resume(kills=arguments.kills, steps=arguments.steps, seed=arguments.seed)
+
+
 def _learning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output_dir", type=Path, default=Path("runs/bench_learning"))
@@ -94,6 +100,13 @@ def _rollouts_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _resume_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kills", type=_count, default=200)
+    add("--steps", type=_count, default=12, help="of each run (default 12)")
+    add("--seed", type=int, default=0)
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -122,6 +135,12 @@ BENCHMARKS: dict[str, tuple[str, str, Arguments, Measure]] = {
         "python -m scripts.bench rollouts",
         _rollouts_arguments,
         _rollouts,
+    ),
+    "resume": (
+        "small GRPO runs killed 200 times at random: each group trained once, the same weights; exit code 1 otherwise",
+        "python -m scripts.bench resume",
+        _resume_arguments,
+        _resume,
     ),
     "soak": (
         "a thousand simulated trajectories, and what is left of them at the end; exit code 1 for anything",

@@ -1,20 +1,16 @@
-"""The real loop, small: it learns something, survives kill -9 at any point, and runs in two processes."""
+"""The real loop, small: it learns something, and runs in two processes. Kill -9 is in tests/scripts/test_bench_resume.py."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from data.gate import check_batch
 from data.jsonl import read_lines
@@ -23,8 +19,8 @@ from data.rows import SAMPLE
 from envs.base import Session
 from envs.sandbox.base import Sandbox
 from envs.types import Task
-from tests.integration import grpo_worker
-from tests.integration.word_env import EvenLength
+from scripts.bench_resume_env import EvenLength
+from scripts.bench_resume_run import save_small_model, small_run
 from tests.requirements import require
 from train.metrics import read_metrics
 
@@ -34,30 +30,11 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "e
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random tiny Llama with the embedded model's tokenizer and template."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained("models/embedded")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 def command(model: Path, folder: Path, engine: str = "transformers", launch: tuple[str, ...] = ()) -> list[str]:
-    return [sys.executable, *launch, "-m", "tests.integration.grpo_worker", str(model), str(folder), engine, str(STEPS)]
+    return [sys.executable, *launch, "-m", "scripts.bench_resume_run", str(model), str(folder), engine, str(STEPS)]
 
 
 def finish(arguments: list[str], **environment: str) -> None:
@@ -90,29 +67,6 @@ def test_a_run_updates_the_weights_and_every_step_passed_the_gate(model: Path, w
     assert report.trained == sum(row["tokens/trained"] for row in rows)
 
 
-def test_a_killed_run_continues_to_the_same_weights(model: Path, whole_run: Path, tmp_path: Path) -> None:
-    rng = random.Random(time.time_ns())
-    for _ in range(3):
-        process = subprocess.Popen(
-            command(model, tmp_path), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        seen = len(read_metrics(tmp_path / "metrics.jsonl")) if (tmp_path / "metrics.jsonl").exists() else 0
-        deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
-            path = tmp_path / "metrics.jsonl"
-            if path.exists() and len(read_metrics(path)) > min(seen, STEPS - 2):
-                break
-            time.sleep(0.02)
-        time.sleep(rng.random() * 0.5)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    finish(command(model, tmp_path))
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    expected, continued = weights(whole_run), weights(tmp_path)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(continued[name], tensor, atol=1e-4, rtol=1e-3)
-
-
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_two_processes_train_like_one(model: Path, whole_run: Path, tmp_path: Path, engine: str) -> None:
     if engine == "vllm":
@@ -138,6 +92,6 @@ class Ungradable(EvenLength):
 def test_a_step_that_is_lost_as_a_whole_ends_the_run(model: Path, tmp_path: Path) -> None:
     """Or every later one would be lost too, and the run would look finished."""
     with pytest.raises(ValueError, match=r"step 1: none of its 8 trajectories .*: RuntimeError: the table is missing"):
-        asyncio.run(grpo_worker.main(str(model), tmp_path, "transformers", STEPS, env=Ungradable()))
+        asyncio.run(small_run(str(model), tmp_path, "transformers", STEPS, env=Ungradable()))
     assert not (tmp_path / "final").exists()
     assert (tmp_path / "trajectories" / "step-000001.jsonl").exists()

@@ -1,6 +1,6 @@
-"""A small real GRPO run, for tests that kill it or run it in several processes.
+"""A small real GRPO run on a random model, to be killed, or run in several processes; started again, it continues.
 
-python -m tests.integration.grpo_worker MODEL OUTPUT_DIR ENGINE STEPS
+python -m scripts.bench_resume_run MODEL OUTPUT_DIR ENGINE STEPS
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Literal, cast
 
+import torch
 from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.ledger import Ledger
 from data.template_renderer import TemplateRenderer
@@ -21,16 +23,38 @@ from rollouts.config import EngineConfig, LimitsConfig, PricesConfig, SamplingCo
 from rollouts.engine import RecordingEngine
 from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
-from tests.integration.word_env import EvenLength
+from scripts.bench_resume_env import EvenLength
 from train.checkpoint import latest_checkpoint, load_feed, load_state
 from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig
 from train.group_feed import FeedState
 from train.grpo import GrpoRun, Sampling
 from train.learner import Learner
-from train.metrics import MetricsLog
+from train.metrics import MetricsLog, Publisher
 from train.model import load_model, load_tokenizer
 
 SEED = 5
+
+
+def save_small_model(folder: Path, tokenizer_of: str = "models/embedded") -> Path:
+    """A random Llama with the embedded model's tokenizer and template."""
+    tokenizer = load_tokenizer(tokenizer_of)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def engine_config(kind: Literal["vllm", "transformers"]) -> EngineConfig:
@@ -40,9 +64,17 @@ def engine_config(kind: Literal["vllm", "transformers"]) -> EngineConfig:
     return EngineConfig(kind=kind, dtype="float32", max_context_tokens=128, max_concurrent=together)
 
 
-async def main(
-    model: str, folder: Path, engine_kind: Literal["vllm", "transformers"], steps: int, env: Env | None = None
+async def small_run(
+    model: str,
+    folder: Path,
+    engine_kind: Literal["vllm", "transformers"],
+    steps: int,
+    *,
+    env: Env | None = None,
+    max_staleness: int = 0,
+    run: Publisher | None = None,
 ) -> None:
+    """`run` is what steps are published to."""
     env = env or EvenLength()
     found = latest_checkpoint(folder / "checkpoints")
     model_path, start_after = (str(found[0]), found[1]) if found else (model, 0)
@@ -55,13 +87,18 @@ async def main(
         num_generations=4,
         num_mini_batches=2,
         max_micro_batch_tokens=256,
+        max_staleness=max_staleness,
+        max_resampled_groups=1,
+        mask_truncated_completions=False,
     )
     is_main = int(os.environ.get("RANK", "0")) == 0
     sampling, log = None, None
     if is_main:
         waiting = {one.group.group_id for one in feed_state.ready}
         ledger = Ledger(folder / "ledger" / "completions.jsonl", keep=feed_state.is_kept, remember=waiting)
-        engine = RecordingEngine(open_engine(engine_config(engine_kind), model=model_path, can_sleep=True), ledger)
+        engine = RecordingEngine(
+            open_engine(engine_config(engine_kind), model=model_path, can_sleep=max_staleness == 0), ledger
+        )
         renderer = TemplateRenderer(tokenizer, name=model)
         # A random model hardly ever samples one certain token; with many that end a turn, some turns do end.
         renderer.stop_token_ids = tuple(range(3, 60))
@@ -82,9 +119,9 @@ async def main(
             ledger=ledger,
             probes=[[5, 9, 40, 70, 11, 30]],
             schedule=ScheduleConfig(max_trajectories=8),
-            sleeps=True,
+            sleeps=max_staleness == 0,
         )
-        log = MetricsLog(folder, start_after=start_after, run=None)
+        log = MetricsLog(folder, start_after=start_after, run=run)
     accelerator = Accelerator(cpu=True)
     learner = Learner(
         load_model(model_path, dtype="float32", device=accelerator.device),
@@ -96,10 +133,10 @@ async def main(
     )
     if found:
         learner.load_state(load_state(found[0]))
-    run = GrpoRun(
+    training = GrpoRun(
         folder=folder,
         seed=SEED,
-        config=config.model_copy(update={"mask_truncated_completions": False}),
+        config=config,
         checkpoints=CheckpointConfig(save_steps=2, save_total_limit=2),
         tasks=env.tasks("train", config.num_tasks, SEED),
         accelerator=accelerator,
@@ -108,13 +145,12 @@ async def main(
         sampling=sampling,
         log=log,
     )
-    await run.train(start_after=start_after, feed_state=feed_state)
+    await training.train(start_after=start_after, feed_state=feed_state)
     if sampling is not None:
         await sampling.engine.close()
         await sampling.runner.sandboxes.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(
-        main(sys.argv[1], Path(sys.argv[2]), cast(Literal["vllm", "transformers"], sys.argv[3]), int(sys.argv[4]))
-    )
+    kind = cast(Literal["vllm", "transformers"], sys.argv[3])
+    asyncio.run(small_run(sys.argv[1], Path(sys.argv[2]), kind, int(sys.argv[4])))
