@@ -1,4 +1,4 @@
-"""The real loop, small: it learns something, and runs in two processes. Kill -9 is in tests/scripts/test_bench_resume.py."""
+"""The real loop, small: it learns something, and runs in two processes; kill -9 is in test_bench_resume.py."""
 
 from __future__ import annotations
 
