@@ -83,12 +83,15 @@ class EngineConfig(Section):
     max_concurrent: int = Field(default=64, ge=1)
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Of vLLM in this process; servers have their own (`scripts.serve --gpu-memory-utilization`)."""
+    sync_timeout_s: float = Field(default=300.0, gt=0)
+    """Of servers: how long all of them together have for new weights. One that has not taken them by then ends the
+    run."""
 
     @model_validator(mode="after")
     def _no_key_of_another(self) -> Self:
         foreign = {
-            "vllm": (),
-            "transformers": ("gpu_memory_utilization",),
+            "vllm": ("sync_timeout_s",),
+            "transformers": ("gpu_memory_utilization", "sync_timeout_s"),
             "server": ("dtype", "gpu_memory_utilization"),
         }
         for key in foreign[self.kind]:

@@ -35,6 +35,24 @@ class EngineLoad:
     capacity: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What `load_weights` did.
+
+    tensors: how many it was given.
+    changed: how many of them differ from those that it was given before; None where there were none before.
+    caches_dropped: prefix caches that were emptied, which is one a server.
+    requests_running: that went on with the new weights in the middle of their completion.
+    sent_bytes: to each server; 0 where nothing had to be sent.
+    """
+
+    tensors: int
+    changed: int | None
+    caches_dropped: int
+    requests_running: int
+    sent_bytes: int = 0
+
+
 class Engine(Protocol):
     """Samples completions. Many `generate` calls run at once; each waits only for itself."""
 
@@ -69,8 +87,11 @@ class Engine(Protocol):
         """Logprobs `[n - 1]` (nats, temperature 1) of tokens 1 to n-1 given those before them."""
         ...
 
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
         """Take new weights under their Hugging Face names and drop every cached prefix.
+
+        Requests that run go on with them, after the tokens that they have: each token of a completion says which
+        version sampled it.
 
         Raises:
             EngineError: a name is unknown or missing, or cached prefixes could not be dropped.
@@ -124,8 +145,8 @@ class EngineInFront:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.score(token_ids)
 
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        await self._engine.load_weights(state_dict, policy_version)
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+        return await self._engine.load_weights(state_dict, policy_version)
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         return await self._engine.sleep(keep_weights=keep_weights)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from data.types import Completion, FinishReason, SamplingParams
-from rollouts.engine import EngineError, EngineLoad
+from rollouts.engine import EngineError, EngineLoad, SyncReport
 from rollouts.engine_checks import check_prompt, check_scored
 from rollouts.engine_sleep import SleepState
+from rollouts.weight_transfer import PushedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,7 @@ class ScriptedEngine:
         self._capacity = capacity
         self._running = 0
         self._sleep = SleepState()
+        self._pushed = PushedWeights()
         self._policy = policy
         self.policy_version = policy_version
         self.prompts: list[tuple[int, ...]] = []
@@ -103,11 +105,13 @@ class ScriptedEngine:
         rest = list(token_ids[1:])
         return list(self._logprobs(rest)) if callable(self._logprobs) else [self._logprobs] * len(rest)
 
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        """Take the version; there are no weights."""
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+        """Take the version; there are no weights, and no prefixes are cached."""
         self._sleep.check_can_load()
         self._sleep.weights_arrived()
         self.policy_version = policy_version
+        changed = self._pushed.count_changed(state_dict)
+        return SyncReport(tensors=len(state_dict), changed=changed, caches_dropped=0, requests_running=self._running)
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """See `Engine.sleep`; there is no memory to free."""

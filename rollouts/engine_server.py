@@ -5,7 +5,7 @@ to another one with the same seed, and the connection to the first is closed bef
 is in `server_pool`, what one request goes through in `server_errand`, what is said to servers in `server_wire`, what
 makes one unfit in `server_check`.
 
-What it leaves out: starting servers (`python -m scripts.serve`), and a fast way to give them weights.
+How all of them get new weights is in `server_weights`. It leaves out starting servers (`python -m scripts.serve`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from data.types import Completion, SamplingParams
-from rollouts.engine import EngineError, EngineLoad
-from rollouts.engine_checks import check_prompt, check_scored
+from rollouts.engine import EngineError, EngineLoad, SyncReport
+from rollouts.engine_checks import check_prompt, check_scored, check_weights_fit, read_model_facts
 from rollouts.engine_sleep import SleepState
 from rollouts.server_check import Checked, Wanted
 from rollouts.server_errand import Errand
@@ -30,8 +30,9 @@ from rollouts.server_folder import vocab_size
 from rollouts.server_loop import LoopThread
 from rollouts.server_patience import Patience
 from rollouts.server_pool import Server, ServerCounts, ServerPool
-from rollouts.server_weights import drop_caches, load_into, write_weights
+from rollouts.server_weights import WeightSync, is_unfinished, prepare_for_weights
 from rollouts.server_wire import Reply
+from rollouts.weight_transfer import PushedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,8 @@ class ServerEngine:
         adapter: the name under which the servers serve the LoRA adapter to sample with.
         policy_version: of the weights that the servers started with.
         api_key: of servers that were started with `--api-key`.
-        weights_folder: a folder that all servers see under the same path, for `load_weights`.
+        takes_weights: `load_weights` will be called: servers that take none are refused at once, and one that a run
+            left paused in the middle of a sync, when it was killed, goes on.
 
     Raises:
         ValueError: an address is none, or a server is not what is wanted; the message says how to start it.
@@ -72,7 +74,7 @@ class ServerEngine:
         policy: str = "policy",
         policy_version: int = 0,
         api_key: str | None = None,
-        weights_folder: Path | None = None,
+        takes_weights: bool = False,
         patience: Patience | None = None,
     ) -> None:
         addresses = [_address(server) for server in servers]
@@ -92,7 +94,9 @@ class ServerEngine:
         self._broken: str | None = None
         self._asked = 0
         self._sleep = SleepState()
-        self._weights_folder = weights_folder
+        self._takes_weights = takes_weights
+        self._syncing = asyncio.Lock()
+        self._pushed = PushedWeights()
         self._patience = patience or Patience()
         self.tokens_of_older_weights = 0
         """Sampled by a server that was behind the others; each token carries the version that it came from."""
@@ -166,28 +170,23 @@ class ServerEngine:
 
         return await self._run(self._errand("a score", "", ask).run())
 
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        """See `Engine.load_weights`: through a file that every server reads. All take them, those too that came back
-        without the last ones, or the engine is broken until they do.
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+        """See `Engine.load_weights`: all servers at once, those too that came back without the last ones. Requests in
+        flight stand still meanwhile, and go on with the new weights.
 
         Raises:
-            EngineError: the servers were not started for it, requests run, or one of them did not take the weights.
+            EngineError: a name or a shape does not fit, and nothing was sent; or a server did not take the weights
+                within `Patience.sync_timeout_s`. Those that did are sampled from, the others stay out.
         """
         self._sleep.check_can_load()
         if self._wanted.adapter is not None:
             raise EngineError(
                 f"load_weights: these servers sample with the adapter {self._wanted.adapter!r}, and would put it on top"
             )
-        if self._weights_folder is None:
-            raise EngineError(
-                "these servers keep the weights that they started with: load_weights needs a weights_folder that they "
-                "all see, and servers started with VLLM_SERVER_DEV_MODE=1 (python -m scripts.serve --takes-weights)"
-            )
-        file = await asyncio.to_thread(
-            write_weights, state_dict, self._model, self._weights_folder / f"policy-{policy_version}"
-        )
-        await self._loop.run(self._load(file, policy_version))
+        tensors = check_weights_fit(state_dict, await asyncio.to_thread(read_model_facts, self._model))
+        report = await self._loop.run(self._sync(tensors, policy_version))
         self._sleep.weights_arrived()
+        return report
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """See `Engine.sleep`: the servers' memory is their own."""
@@ -233,6 +232,8 @@ class ServerEngine:
             accept=self._accept,
         )
         try:
+            if self._takes_weights:
+                await asyncio.gather(*(prepare_for_weights(client, address) for address in addresses))
             await pool.open()
             versions = {server.address: self._step(_checked(server).version) for server in pool.servers}
         except BaseException:
@@ -263,17 +264,41 @@ class ServerEngine:
         if self._broken is not None:
             raise EngineError(self._broken)
 
-    async def _load(self, file: Path, policy_version: int) -> None:
-        running = [f"{server.address}: {server.in_flight}" for server in self._pool.servers if server.in_flight]
-        if running:
-            raise EngineError(f"load_weights while requests run ({', '.join(running)}): wait for them, or cancel them")
-        addresses = [server.address for server in self._pool.servers]
-        await drop_caches(self._client, addresses)  # first, so that a refusal leaves everything as it was
-        self._broken = "the servers' weights are in doubt since loading failed; load them again, or start them again"
-        await load_into(self._client, addresses, file, policy_version, timeout_s=self._patience.request_timeout_s)
-        self._loaded, self.policy_version = str(policy_version), policy_version
-        await self._pool.check_again()
-        self._broken = None
+    async def _sync(self, tensors: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+        async with self._syncing:
+            servers = {server.address: server for server in await self._pool.reachable()}
+            if not servers:
+                raise EngineError(f"load_weights: no server is up ({self._pool.causes})")
+            running = {address: server.in_flight for address, server in servers.items()}
+            sync = WeightSync(self._client, list(servers), timeout_s=self._patience.sync_timeout_s)
+            before, self._loaded = self._loaded, str(policy_version)  # whoever comes back with others stays out
+            try:
+                await sync.send_weights(tensors, str(policy_version))
+            finally:
+                outcome = sync.outcome
+                if not outcome.is_changed:
+                    self._loaded = before
+                elif not outcome.done:
+                    self._broken = f"no server has whole weights ({outcome}); load them again, or start servers again"
+                for address, reason in outcome.gone.items():
+                    self._pool.lose(servers[address], reason, is_unfit=False)
+                for address, reason in outcome.failed.items() if outcome.is_changed else ():
+                    self._pool.lose(
+                        servers[address], f"a sync left it with half of its weights ({reason})", is_unfit=True
+                    )
+            if not outcome.done:
+                raise EngineError(str(outcome))
+            self._broken, self.policy_version = None, policy_version
+            await self._pool.weights_changed([servers[address] for address in outcome.done])
+            if outcome.failed:
+                raise EngineError(str(outcome))
+        return SyncReport(
+            tensors=len(tensors),
+            changed=self._pushed.count_changed(tensors),
+            caches_dropped=len(outcome.done),
+            requests_running=sum(running[address] for address in outcome.done),
+            sent_bytes=outcome.sent_bytes,
+        )
 
     def _accept(self, checked: Checked) -> None:
         """A server that died has lost the weights that it was given."""
@@ -303,6 +328,9 @@ class ServerEngine:
 
     def _step(self, version: str | None) -> int:
         if version is None or version == _START:
+            return self._start_version
+        if self._takes_weights and self._loaded is None and is_unfinished(version):
+            self._broken = "a run that was killed left the servers with half of some weights: load_weights comes first"
             return self._start_version
         if not version.isdecimal():
             raise EngineError(

@@ -2,7 +2,8 @@
 
 Requests that wait are taken together, up to `max_batch`, and sampled as one left-padded batch until the last of
 them is finished; those that arrive meanwhile wait for the next batch. That is simple to read and to trust, and
-slower than continuous batching wherever lengths differ.
+slower than continuous batching wherever lengths differ. New weights come between two tokens: the batch is computed
+anew from its first token, and goes on.
 
 Each request draws from a generator of its own, so its tokens do not depend on who shares its batch. How one token is
 drawn is in `token_sampling.py`, how a batch is in `batch_sampling.py`.
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from data.call_grammar import CallGrammar, GrammarState
 from data.types import Completion, SamplingParams
-from rollouts.batch_sampling import Request, sample_together
-from rollouts.engine import EngineError, EngineLoad
+from rollouts.batch_sampling import Batch, Request
+from rollouts.engine import EngineError, EngineLoad, SyncReport
 from rollouts.engine_adapter import read_adapter_facts
 from rollouts.engine_checks import (
     check_context,
@@ -32,6 +33,7 @@ from rollouts.engine_checks import (
 )
 from rollouts.engine_sleep import SleepState
 from rollouts.engine_thread import EngineThread, settle, settle_error
+from rollouts.weight_transfer import PushedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,12 +85,12 @@ class TransformersEngine:
         self._adapter: Path | None = None
         if adapter is not None:
             self._put_adapter(adapter)
+        self._pushed = PushedWeights()
         self._waiting: list[Request] = []
+        self._batch: Batch | None = None
         self._inside = 0  # requests that somebody waits for: counted where they wait
         self._running = 0
-        self._thread = EngineThread(
-            "transformers", has_work=self._has_work, step=self._sample_batch, ended=self._fail_waiting
-        )
+        self._thread = EngineThread("transformers", has_work=self._has_work, step=self._step, ended=self._fail_waiting)
 
     @property
     def max_context_tokens(self) -> int:
@@ -128,11 +130,11 @@ class TransformersEngine:
         ids = list(token_ids)
         return await asyncio.wrap_future(self._thread.call(lambda: self._score(ids)))
 
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        """See `Engine.load_weights`. Requests that wait are sampled afterwards, with the new weights."""
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+        """See `Engine.load_weights`."""
         check_no_adapter(self._adapter)
         tensors = check_weights_fit(state_dict, self._facts)
-        await asyncio.wrap_future(self._thread.call(lambda: self._load(tensors, policy_version)))
+        return await asyncio.wrap_future(self._thread.call(lambda: self._load(tensors, policy_version)))
 
     async def load_adapter(self, path: Path, policy_version: int) -> None:
         """Sample with another adapter from now on, requests that wait too.
@@ -159,7 +161,7 @@ class TransformersEngine:
     # Everything below runs on the engine's thread.
 
     def _has_work(self) -> bool:
-        return bool(self._waiting)
+        return self._batch is not None or bool(self._waiting)
 
     def _add(self, request: Request) -> None:
         try:
@@ -185,21 +187,32 @@ class TransformersEngine:
         return score_tokens(self._model, token_ids)
 
     def _fail_waiting(self, error: EngineError) -> None:
-        for request in self._waiting:
+        batch = self._batch.requests if self._batch is not None else []
+        for request in [*batch, *self._waiting]:
             settle_error(request.future, error)
         self._waiting.clear()
 
-    def _load(self, tensors: dict[str, Tensor], policy_version: int) -> None:
+    def _load(self, tensors: dict[str, Tensor], policy_version: int) -> SyncReport:
         self._sleep.check_can_load()
         # A tied head follows its embedding, so it is rightly "missing" here; the names were checked before.
         self._model.load_state_dict(tensors, strict=False)
         self._sleep.weights_arrived()
-        self.policy_version = policy_version
+        return self._now_at(policy_version, tensors)
 
-    def _load_adapter(self, path: Path, policy_version: int) -> None:
+    def _load_adapter(self, path: Path, policy_version: int) -> SyncReport:
         self._sleep.check_can_load()
         self._put_adapter(path)
+        return self._now_at(policy_version, {})
+
+    def _now_at(self, policy_version: int, tensors: Mapping[str, Tensor]) -> SyncReport:
+        """The weights have changed: what was computed with the old ones is forgotten."""
         self.policy_version = policy_version
+        running = 0
+        if self._batch is not None:
+            self._batch.forget()
+            running = sum(not request.is_over for request in self._batch.requests)
+        changed = self._pushed.count_changed(tensors)
+        return SyncReport(tensors=len(tensors), changed=changed, caches_dropped=1, requests_running=running)
 
     def _put_adapter(self, path: Path) -> None:
         read_adapter_facts(path, self._facts)
@@ -223,22 +236,30 @@ class TransformersEngine:
         if self._sleep.wake():
             self._model.to(self._device)
 
-    def _sample_batch(self) -> None:
-        batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
-        self._running = len(batch)
+    def _step(self) -> None:
+        if self._batch is None:
+            self._batch = Batch(self._waiting[: self._max_batch])
+            self._waiting = self._waiting[self._max_batch :]
+            self._running = len(self._batch.requests)
+        batch = self._batch
         try:
-            sample_together(self._model, batch)
+            if not batch.is_over:
+                batch.step(self._model, self.policy_version)
         except Exception as error:  # such as no memory left; the model is as it was
-            failure = EngineError(f"sampling a batch of {len(batch)} failed: {error}")
+            failure = EngineError(f"sampling a batch of {len(batch.requests)} failed: {error}")
             failure.__cause__ = error
-            for request in batch:
+            for request in batch.requests:
                 settle_error(request.future, failure)
+            self._end_batch()
             return
-        finally:
-            self._running = 0
-        for request in batch:
-            if not request.future.cancelled():
-                settle(request.future, self._completion(request))
+        if batch.is_over:
+            self._end_batch()
+            for request in batch.requests:
+                if not request.future.cancelled():
+                    settle(request.future, self._completion(request))
+
+    def _end_batch(self) -> None:
+        self._batch, self._running = None, 0
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
@@ -248,7 +269,7 @@ class TransformersEngine:
             logprobs=tuple(request.logprobs),
             finish_reason=request.finish_reason,
             policy=self._policy,
-            policy_version=(self.policy_version,) * len(request.token_ids),  # no load can come between two tokens
+            policy_version=tuple(request.versions),
             forced=tuple(request.forced),
         )
 

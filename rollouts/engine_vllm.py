@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from data.types import Completion, SamplingParams
-from rollouts.engine import EngineError, EngineLoad
+from rollouts.engine import EngineError, EngineLoad, SyncReport
 from rollouts.engine_adapter import AdapterFacts, read_adapter_facts
 from rollouts.engine_checks import (
     check_context,
@@ -44,7 +44,8 @@ from rollouts.engine_vllm_start import (
     start_llm,
     waiting_counter,
 )
-from rollouts.engine_vllm_worker import send_policy_weights
+from rollouts.engine_vllm_worker import send_policy_weights, standing_still
+from rollouts.weight_transfer import PushedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,6 +92,7 @@ class VllmEngine:
         self._count_waiting: Callable[[], int] = lambda: 0
         self._lora: LoRARequest | None = None
         self._sleep = SleepState()
+        self._pushed = PushedWeights()
         self._llm: LLMEngine | None = None
         self._thread = EngineThread("vLLM", has_work=self._has_work, step=self._step, ended=self._fail_pending)
         try:
@@ -147,14 +149,14 @@ class VllmEngine:
         # The last token is asked for as a candidate of a sampled position, so that a full context fits too.
         return await self._request(token_ids[:-1], scoring(token_ids[-1]), read_scores)
 
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
-        """See `Engine.load_weights`. Refused while requests run: their cached keys would mix two policies."""
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+        """See `Engine.load_weights`."""
         check_no_adapter(None if self._first_adapter is None else self._first_adapter.path)
         tensors = check_weights_fit(state_dict, self._facts)
-        await self.run(lambda llm: self._load(llm, tensors, policy_version))
+        return await self.run(lambda llm: self._load(llm, tensors, policy_version))
 
     async def load_adapter(self, path: Path, policy_version: int) -> None:
-        """Sample with another adapter from now on, and drop every cached prefix. Refused while requests run.
+        """Sample with another adapter from now on, and drop every cached prefix. Requests that run go on with it.
 
         Raises:
             ValueError: it does not fit the model, or has a higher rank than there is room for; the one before stays.
@@ -254,14 +256,6 @@ class VllmEngine:
             settle_error(pending.future, error)
         self._pending.clear()
 
-    def _prepare_load(self, llm: LLMEngine, what: str) -> None:
-        """Before anything new comes, so that a refusal leaves the engine as it was; nothing is cached in between."""
-        self._sleep.check_can_load()
-        if self._pending:
-            raise EngineError(f"{what} while {len(self._pending)} requests run: wait for them, or cancel them")
-        if not llm.reset_prefix_cache():
-            raise EngineError("vLLM did not drop its cached prefixes, the weights were left as they are")
-
     @contextmanager
     def _whole(self, what: str) -> Iterator[None]:
         """An engine in which this stopped halfway is not used any more."""
@@ -272,29 +266,36 @@ class VllmEngine:
             self._thread.end(broken)
             raise broken from error
 
-    def _load(self, llm: LLMEngine, tensors: dict[str, Tensor], policy_version: int) -> None:
-        self._prepare_load(llm, "load_weights")
-        with self._whole("loading weights"):
+    def _load(self, llm: LLMEngine, tensors: dict[str, Tensor], policy_version: int) -> SyncReport:
+        self._sleep.check_can_load()
+        with self._whole("loading weights"), standing_still(llm):
             send_policy_weights(llm, tensors)
             llm.set_weight_version(str(policy_version))
         self._sleep.weights_arrived()
         self.policy_version = policy_version
+        return self._report(tensors)
 
     def _load_adapter(self, llm: LLMEngine, adapter: AdapterFacts, policy_version: int) -> None:
         from vllm.lora.request import LoRARequest
 
-        self._prepare_load(llm, "load_adapter")
-        number = 1 if self._lora is None else self._lora.lora_int_id + 1
-        lora = LoRARequest(f"adapter-{number}", number, str(adapter.path))
-        try:
-            llm.add_lora(lora)
-        except Exception as error:
-            raise EngineError(f"vLLM refused adapter {adapter.path}: {' '.join(str(error).split())}") from error
-        if self._lora is not None:
-            llm.remove_lora(self._lora.lora_int_id)
-        self._lora = lora
-        llm.set_weight_version(str(policy_version))
+        self._sleep.check_can_load()
+        with standing_still(llm):
+            try:
+                # In the place of the one before, by whose number the requests that run know it.
+                llm.add_lora(LoRARequest("adapter", 1, str(adapter.path), load_inplace=True))
+            except Exception as error:
+                raise EngineError(f"vLLM refused adapter {adapter.path}: {' '.join(str(error).split())}") from error
+            llm.set_weight_version(str(policy_version))
+        self._lora = LoRARequest("adapter", 1, str(adapter.path))
         self.policy_version = policy_version
+
+    def _report(self, tensors: Mapping[str, Tensor]) -> SyncReport:
+        return SyncReport(
+            tensors=len(tensors),
+            changed=self._pushed.count_changed(tensors),
+            caches_dropped=1,
+            requests_running=len(self._pending),
+        )
 
     def _fall_asleep(self, llm: LLMEngine, keep_weights: bool, requests: int) -> bool:
         frees = frees_memory(llm)

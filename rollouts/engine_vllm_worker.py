@@ -8,12 +8,31 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.v1.engine.llm_engine import LLMEngine
+
+
+@contextmanager
+def standing_still(llm: LLMEngine) -> Iterator[None]:
+    """While this lasts nothing is sampled; at its end no cached prefix is left, and requests that run are computed anew
+    from their first token. In this process the thread that is here takes the steps; a child process takes its own."""
+    from vllm.v1.engine.core_client import SyncMPClient
+
+    core = llm.engine_core
+    if isinstance(core, SyncMPClient):
+        core.call_utility("pause_scheduler", "keep", False)
+    try:
+        yield
+        if not llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not drop its cached prefixes")
+    finally:
+        if isinstance(core, SyncMPClient):
+            core.call_utility("resume_scheduler")
 
 
 def send_policy_weights(llm: LLMEngine, tensors: Mapping[str, Tensor]) -> None:
@@ -45,7 +64,7 @@ class PolicyWeights:
         """
         pairs = _read_tensors(Path(weights)) if isinstance(weights, str) else iter(weights.items())
         self.reload_weights(weights_iterator=pairs)
-        _repack_embeddings(self.model_runner.get_model())
+        repack_embeddings(self.model_runner.get_model())
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -56,7 +75,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def _repack_embeddings(model: Any) -> None:
+def repack_embeddings(model: Any) -> None:
     """Rebuild the packed copies that the CPU backend multiplies with, where there are any.
 
     A reload repacks the layers whose names it was given. A tied head has none (its weight is the embedding's), so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from rollouts.config import EngineConfig
@@ -16,12 +17,14 @@ def open_engine(
     policy_version: int = 0,
     constrain_calls: bool = False,
     can_sleep: bool = False,
+    takes_weights: bool = False,
     wall_clock_s: float | None = None,
 ) -> Engine:
     """Load `model` into the configured engine, or connect to the servers that serve it; blocks until it can sample.
 
     `constrain_calls`: requests may come with a structural tag (`sampling.constrain_calls`).
     `can_sleep`: it will be told to give its memory to a trainer.
+    `takes_weights`: a trainer will sync its weights to it.
     `wall_clock_s`: what a trajectory has (`limits.wall_clock_s`): servers are waited for so much less that one that
     hangs ends a trajectory as a fault of the engine, not of the policy (`Patience.within`). None = no trajectories.
 
@@ -39,6 +42,7 @@ def open_engine(
         from rollouts.engine_server import ServerEngine
         from rollouts.server_patience import Patience
 
+        patience = Patience() if wall_clock_s is None else Patience.within(wall_clock_s)
         return ServerEngine(
             config.servers,
             model=Path(model),
@@ -47,7 +51,8 @@ def open_engine(
             adapter=config.adapter,
             policy_version=policy_version,
             api_key=os.environ.get("VLLM_API_KEY"),  # vLLM's own variable: what opens a server opens it here too
-            patience=Patience() if wall_clock_s is None else Patience.within(wall_clock_s),
+            takes_weights=takes_weights,
+            patience=replace(patience, sync_timeout_s=config.sync_timeout_s),
         )
     adapter = None if config.adapter is None else Path(config.adapter)
     if config.kind == "transformers":

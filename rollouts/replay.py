@@ -18,7 +18,7 @@ from envs.base import Split
 from envs.sandbox.base import Sandbox, SandboxError, SandboxSpec
 from envs.types import Message, Task, ToolCall, ToolResult
 from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig
-from rollouts.engine import EngineError, EngineLoad
+from rollouts.engine import EngineError, EngineLoad, SyncReport
 from rollouts.runner import Runner
 from rollouts.types import StopReason, Trajectory, Turn
 
@@ -183,7 +183,7 @@ class ReplayEngine:
         """Refused: a record holds no model."""
         raise EngineError("a record cannot score")
 
-    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> None:
+    async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
         """Refused: a record holds no model."""
         raise EngineError("a record takes no weights")
 

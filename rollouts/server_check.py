@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -78,6 +78,21 @@ async def check_server(client: httpx.AsyncClient, address: str, wanted: Wanted) 
     except EngineError as error:
         raise ValueError(f"server {address}: {error}") from error
     return Checked(wire=wire, version=await _version(client, address, wire, ordinary), scores=scores)
+
+
+async def check_weights_changed(
+    client: httpx.AsyncClient, address: str, wanted: Wanted, checked: Checked, *, timeout_s: float
+) -> Checked:
+    """What is known of a server once its weights have changed: their name, and how they score the probe.
+
+    Raises:
+        ServerFault, EngineError: it does not answer, or not with logprobs.
+    """
+    probe, wire = probe_ids(wanted.vocab_size), checked.wire
+    body = wire.ask_score(probe, model=wanted.adapter)
+    scored = await call(client, address, wire.path, body, timeout_s=timeout_s)
+    scores = tuple(wire.read_score(scored, probe))
+    return replace(checked, version=await _version(client, address, wire, scored), scores=scores)
 
 
 def probe_ids(vocab_size: int) -> list[int]:

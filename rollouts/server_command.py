@@ -5,13 +5,19 @@ Each flag is there because a server without it is refused, or is wrong without a
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 RETURN_IDS = "--enable-scale-out"
 RETURN_LOGPROBS = "--logprobs-mode processed_logprobs"
+TCP_BACKEND = "agentgrad_tcp"
+"""vLLM's name of our way to take weights (`weight_transfer_worker`)."""
+
+WeightsOver = Literal["tcp", "nccl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,7 @@ def serve_command(
     dtype: str = "auto",
     gpu_memory_utilization: float | None = None,
     adapters: Mapping[str, str] | None = None,
-    takes_weights: bool = False,
+    takes_weights: WeightsOver | None = None,
 ) -> ServeCommand:
     """The command for one server.
 
@@ -46,11 +52,11 @@ def serve_command(
         dtype: "auto" = float32 on a CPU, bfloat16 on a GPU, as in `engine.dtype`.
         gpu_memory_utilization: the share of the GPU's memory that it takes; None = vLLM's own.
         adapters: folders of LoRA adapters by the name under which they are served.
-        takes_weights: let clients load weights into it (`Engine.load_weights`). This is vLLM's development mode:
-            whoever reaches the port can do so.
+        takes_weights: let a trainer load weights into it (`Engine.load_weights`), over TCP or over NCCL, which is
+            faster and needs a GPU on both sides. This is vLLM's development mode: whoever reaches the port can do so.
 
     Raises:
-        ValueError: GPU memory is asked for on a CPU.
+        ValueError: GPU memory or NCCL is asked for on a CPU.
 
     Worked example: `serve_command("m", on_cpu=False)` is
 
@@ -67,7 +73,14 @@ def serve_command(
         *("--structured-outputs-config.backend", "xgrammar"),
         *("--dtype", ("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype),
     ]
-    environment = {"VLLM_SERVER_DEV_MODE": "1"} if takes_weights else {}
+    environment: dict[str, str] = {}
+    if takes_weights is not None:
+        if on_cpu and takes_weights == "nccl":
+            raise ValueError("NCCL needs GPUs: a server on a CPU takes its weights over tcp")
+        backend = "nccl" if takes_weights == "nccl" else TCP_BACKEND
+        flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
+        flags += ["--worker-extension-cls", "rollouts.weight_transfer_worker.PolicyTransfer"]
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
     if adapters:
         flags += ["--enable-lora", "--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())]
     if gpu_memory_utilization is not None:

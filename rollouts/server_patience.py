@@ -25,6 +25,7 @@ class Patience:
         again; twice as long each further time, up to 15 s.
     recovery_s: how long requests wait while there is no server at all. The scheduler begins the trajectory again, and
         waits longer.
+    sync_timeout_s: for giving new weights to all servers; one that has not taken them by then has failed.
     last_look_s: how long a server that is silent is asked for one token when the clock of a trajectory cancels its
         request: the answer says whether the policy sampled long, or the server stands still.
     """
@@ -36,6 +37,7 @@ class Patience:
     backoff_s: float = 0.5
     recovery_s: float = 45.0
     last_look_s: float = 5.0
+    sync_timeout_s: float = 300.0
 
     @classmethod
     def within(cls, wall_clock_s: float) -> Patience:

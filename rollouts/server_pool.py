@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from rollouts.engine import EngineError
-from rollouts.server_check import Checked, Wanted, check_server, differing, probe_ids
+from rollouts.server_check import Checked, Wanted, check_server, check_weights_changed, differing, probe_ids
 from rollouts.server_http import ServerFault, call, check_health
 from rollouts.server_patience import Patience
 
@@ -44,6 +44,8 @@ class Server:
     """Set to look at its health now."""
     probe: asyncio.Task[None] | None = None
     """The last request for one token that was made to see whether its model stands still."""
+    is_unfit: bool = False
+    """A sync has left it with half of its weights: nobody looks at it before the next one."""
 
     @property
     def is_up(self) -> bool:
@@ -126,23 +128,64 @@ class ServerPool:
             self._take_in(server, found)
         self._watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
 
-    async def check_again(self) -> None:
-        """Check every server after its weights have changed, and take in those that were out for their old ones.
+    async def reachable(self) -> list[Server]:
+        """Those that are up, and those that are not but are well: they may have come back without the last weights."""
+
+        async def is_well(server: Server) -> bool:
+            if server.is_up:
+                return True
+            try:
+                await check_health(self._client, server.address, timeout_s=self._patience.last_look_s)
+            except ServerFault as fault:
+                server.reason = str(fault)
+                return False
+            return True
+
+        well = await asyncio.gather(*map(is_well, self.servers))
+        return [server for server, is_there in zip(self.servers, well, strict=True) if is_there]
+
+    def lose(self, server: Server, reason: str, *, is_unfit: bool) -> None:
+        """Take it out, at which its requests go elsewhere; `is_unfit`: until it has been given weights."""
+        server.is_unfit, server.checked = is_unfit, None if is_unfit else server.checked
+        if server.is_up:
+            self._take_out(server, reason)
+        server.reason = reason
+
+    async def weights_changed(self, servers: Sequence[Server]) -> None:
+        """See that servers which took new weights have the same ones, and take in those that were out.
 
         Raises:
-            EngineError: one does not answer, or its weights differ from another's.
+            EngineError: one does not answer, or its weights differ from another's; it is out.
         """
-        try:
-            found = await asyncio.gather(*(self._check(server) for server in self.servers))
-            for server in self.servers:
-                server.checked = None
-            for server, checked in zip(self.servers, found, strict=True):
+        now_s = asyncio.get_running_loop().time()
+        for server in servers:
+            server.heard_s = now_s  # it stood still, and was told to
+            server.is_unfit = False
+        found = await asyncio.gather(*map(self._look_again, servers), return_exceptions=True)
+        for server in servers:
+            server.checked = None
+        wrong: list[str] = []
+        for server, checked in zip(servers, found, strict=True):
+            try:
+                if isinstance(checked, BaseException):
+                    raise checked
                 self._accept(checked)
                 self._check_same_weights(server, checked)
                 server.checked = checked
                 await self._return(server, checked)
-        except (ServerFault, ValueError) as error:
-            raise EngineError(f"after its weights changed: {error}") from error
+            except (ServerFault, EngineError, ValueError) as error:
+                self.lose(server, str(error), is_unfit=True)
+                wrong.append(f"server {server.address}: {error}")
+        if wrong:
+            raise EngineError(f"after its weights changed: {'; '.join(wrong)}")
+
+    async def _look_again(self, server: Server) -> Checked:
+        if not server.is_up or server.checked is None:
+            return await self._check(server)
+        timeout_s = self._patience.request_timeout_s
+        return await check_weights_changed(
+            self._client, server.address, self._wanted, server.checked, timeout_s=timeout_s
+        )
 
     async def close(self) -> None:
         """Watch no more, and end what is in flight with a `ServerFault`; `pick` refuses from now on."""
@@ -295,11 +338,15 @@ class ServerPool:
         while not server.is_up:
             await asyncio.sleep(self._patience.backoff(times))
             times += 1
+            if server.is_unfit:
+                continue
             try:
                 await check_health(self._client, server.address, timeout_s=self._patience.health_timeout_s)
                 checked = await self._check(server)
                 self._accept(checked)
                 self._check_same_weights(server, checked)
+                if server.is_unfit:  # a sync failed meanwhile
+                    continue
             except (ServerFault, ValueError, EngineError) as error:
                 if str(error) != server.reason and not isinstance(error, ServerFault):
                     _LOG.warning("server %s stays out: %s", server.address, error)

@@ -50,9 +50,10 @@ def renderer_of(config: RolloutConfig, model: str) -> Renderer:
 
 @asynccontextmanager
 async def open_runner(
-    config: RolloutConfig, *, model: str, seed: int, ledger: Ledger, can_sleep: bool = False
+    config: RolloutConfig, *, model: str, seed: int, ledger: Ledger, trains: bool = False, can_sleep: bool = False
 ) -> AsyncIterator[Runner]:
-    """A runner over a model folder. `can_sleep`: its engine will be told to give its memory to a trainer.
+    """A runner over a model folder. `trains`: its engine will be given a trainer's weights; `can_sleep`: and told to
+    give its memory to that trainer.
 
     Raises:
         ValueError: the folder, its tokenizer or its chat template cannot be used, no turn fits the context, or a money
@@ -72,6 +73,7 @@ async def open_runner(
                 model=model,
                 constrain_calls=config.sampling.constrain_calls,
                 can_sleep=can_sleep,
+                takes_weights=trains,
                 wall_clock_s=config.limits.wall_clock_s,
             ),
             ledger,

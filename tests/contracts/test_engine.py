@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.types import Completion, SamplingParams
-from rollouts.engine import Engine, EngineError
+from rollouts.engine import Engine, EngineError, SyncReport
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.engine_server import ServerEngine
 from rollouts.engine_transformers import TransformersEngine
@@ -51,8 +52,7 @@ def server_engine(folder: Path) -> Iterator[Engine]:
     server = RealServer(folder, folder.parent / "server.log", max_context_tokens=MAX_CONTEXT, more=more)
     try:
         server.wait()
-        weights = folder.parent / "weights"
-        engine = ServerEngine([server.address], model=folder, max_context_tokens=MAX_CONTEXT, weights_folder=weights)
+        engine = ServerEngine([server.address], model=folder, max_context_tokens=MAX_CONTEXT, takes_weights=True)
         yield engine
         asyncio.run(engine.close())
     finally:
@@ -289,6 +289,53 @@ def test_case_c08_after_a_sync_a_shared_prefix_says_what_new_weights_say(engine:
         assert completion.token_ids == reference_greedy(new, prompt, 12)
         expected = reference_logprobs(new, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_request_in_flight_goes_on_with_new_weights_and_each_token_knows_its_own(engine: Engine) -> None:
+    new, count = make_llama(NEW), 300
+
+    async def sync_meanwhile(number: int) -> tuple[list[Completion], SyncReport]:
+        requests = [(some_prompt(number + i, 40), sampling(count, seed=i)) for i in range(3)]
+        work = asyncio.create_task(sample_all(engine, requests))
+        await asyncio.sleep(0.02 + number / 150)
+        report = await engine.load_weights(new.state_dict(), NEW)
+        return await work, report
+
+    for number in range(0, 30, 3):  # where the machine is fast or slow, it may be over or not have begun
+        completions, report = asyncio.run(sync_meanwhile(number))
+        if all(len(set(completion.policy_version)) == 2 for completion in completions):
+            break
+        asyncio.run(engine.load_weights(make_llama(OLD).state_dict(), OLD))
+    assert report.requests_running == 3
+    for place, completion in enumerate(completions):
+        old = completion.policy_version.count(OLD)
+        assert completion.policy_version == (OLD,) * old + (NEW,) * (count - old)
+        ids = [*some_prompt(number + place, 40), *completion.token_ids]
+        expected = reference_logprobs(make_llama(OLD), ids)[39:][:old] + reference_logprobs(new, ids)[39:][old:]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_case_c10_two_syncs_are_as_one_and_leave_the_given_tensors_as_they_were(engine: Engine) -> None:
+    """Every tensor gets values of its own, so that none can stand in for another."""
+    new = make_llama(NEW)
+    with torch.no_grad():
+        for number, parameter in enumerate(new.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.1 + 0.01)
+    before = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+    scores: list[list[float]] = []
+    for _ in range(2):
+        asyncio.run(engine.load_weights(new.state_dict(), NEW))
+        scores.append(asyncio.run(engine.score(some_prompt(6))))
+    assert scores[0] == scores[1] == pytest.approx(reference_logprobs(new, some_prompt(6)), abs=1e-4)
+    assert all(torch.equal(before[name], tensor) for name, tensor in new.state_dict().items())
+
+
+def test_case_c09_a_sync_says_whether_anything_changed(any_engine: Engine) -> None:
+    weights = {name: tensor.clone() for name, tensor in make_llama(OLD).state_dict().items()}
+    asyncio.run(any_engine.load_weights(weights, OLD))
+    assert asyncio.run(any_engine.load_weights(weights, OLD)).changed == 0
+    weights["model.norm.weight"][5] += 1e-6
+    assert asyncio.run(any_engine.load_weights(weights, OLD)).changed == 1
 
 
 def test_a_tied_head_may_be_left_out(engine: Engine) -> None:

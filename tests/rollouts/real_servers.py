@@ -29,7 +29,7 @@ class RealServer:
         self._more = tuple(more)
         self._port = _free_port()
         self._command = serve_command(
-            str(model), on_cpu=True, port=self._port, max_context_tokens=max_context_tokens, takes_weights=True
+            str(model), on_cpu=True, port=self._port, max_context_tokens=max_context_tokens, takes_weights="tcp"
         )
         self.start()
 

@@ -11,6 +11,7 @@ import random
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,10 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rollouts.weight_transfer_tcp import receive_tensors
+
 VOCAB_SIZE = 64
 Fault = int | str
 """A status to answer with, or `drop` (the connection), `hang`, `abort` or `garbage`."""
@@ -27,7 +32,6 @@ Fault = int | str
 
 def save_stub_model(folder: Path) -> Path:
     """What the engine reads of a model: its configuration, and weights for `load_weights`."""
-    import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 
@@ -63,7 +67,7 @@ class StubServer:
 
     faults: what the next requests for tokens get instead of an answer, in order.
     is_held: requests for tokens wait until it is False.
-    is_stuck: probes (one token, seed 0) wait too, until it is False.
+    is_stuck: probes (one token, seed 0) wait too, until it is False. While it is paused everything waits.
     page: HTML that it answers to everything, with status `page_status`, as a server of another kind.
     change: applied to every answer, to make it wrong.
     """
@@ -100,8 +104,20 @@ class StubServer:
         """Requests whose client went away before the answer."""
         self.running = 0
         self.posts: list[str] = []
-        self.caches_in_use = 0
-        """So many times a reset of the prefix cache will be refused."""
+        self.sync_faults: dict[str, Fault] = {}
+        """What a step of a sync gets instead of its answer, by the address of the step; `die` ends the server."""
+        self.is_paused = False
+        self.caches_dropped = 0
+        self.keeps_caches = False
+        """A reset of the prefix cache is refused."""
+        self.dtype = "float32"
+        self.takes = True
+        """Whether it was started to take weights."""
+        self.weights: dict[str, torch.Tensor] = {}
+        """What the last sync brought."""
+        self.stops_after = 1 << 30
+        """So many tensors are read in a sync; then it stands still."""
+        self._trainer: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self.port = 0
@@ -113,7 +129,7 @@ class StubServer:
 
     def start(self) -> None:
         """Listen, on the port that it had before; its weights are those it was made with."""
-        self.version, self._dead = self.start_version, False
+        self.version, self._dead, self.is_paused = self.start_version, False, False
         self._server = _Listener(("127.0.0.1", self.port), partial(_Handler, self))
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -208,14 +224,47 @@ class StubServer:
     def dev(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         if not self.dev_mode:
             return _error(404, "Not Found")
-        if path == "/reset_prefix_cache":
-            self.caches_in_use -= 1
-            return 200, {"success": self.caches_in_use < 0}
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-        if path == "/collective_rpc" and not Path(body["kwargs"]["weights_path"], "model.safetensors").is_file():
-            return _error(500, "no such weights")
-        return 200, {"results": [None]}
+        match path.partition("?")[0]:
+            case "/pause" | "/resume":
+                self.is_paused = path.startswith("/pause")
+            case "/collective_rpc":
+                return self._facts()
+            case "/init_weight_transfer_engine":
+                self._trainer = body["init_info"]
+            case "/start_weight_update":
+                self.weights = {}
+            case "/update_weights":
+                return self._take(body["update_info"])
+            case "/reset_prefix_cache":
+                self.caches_dropped += not self.keeps_caches
+                return 200, {"success": not self.keeps_caches}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/finish_weight_update":
+                pass
+            case _:
+                return _error(404, "Not Found")
+        return 200, {}
+
+    def _facts(self) -> tuple[int, dict[str, Any]]:
+        if not self.takes:
+            return _error(500, "'CPUWorker' object has no attribute 'begin_policy_sync'")
+        facts = {"backend": "agentgrad_tcp", "dtype": self.dtype, "lora_rank": 0, "joined": False}
+        return 200, {"results": [facts]}
+
+    def _take(self, info: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        try:
+            for name, tensor in receive_tensors(self._trainer, info):
+                self.weights[name] = tensor
+                if len(self.weights) == self.stops_after:
+                    self._wait_for_the_end()
+        except OSError as error:
+            return _error(500, f"{type(error).__name__}: {error}")
+        return 200, {}
+
+    def _wait_for_the_end(self) -> None:
+        while not self._dead:
+            time.sleep(0.01)
 
 
 class _Listener(ThreadingHTTPServer):
@@ -277,11 +326,15 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._answer_request(body)
         else:
-            fault = self._stub.next_fault() if self.path == "/collective_rpc" else None
-            self._say_or_fail(fault, *self._stub.dev(self.path, body))
+            fault = self._stub.sync_faults.get(self.path.partition("?")[0])
+            if fault == "die":
+                threading.Thread(target=self._stub.kill).start()
+                fault = "hang"
+            status, answer = (200, {}) if fault else self._stub.dev(self.path, body)
+            self._say_or_fail(fault, status, answer)
 
     def _answer_probe(self, body: Mapping[str, Any]) -> None:
-        if self._wait(lambda: not self._stub.is_stuck):
+        if self._wait(lambda: not self._stub.is_stuck and not self._stub.is_paused):
             self._say(*self._stub.answer(self.path, body))
 
     def _answer_request(self, body: Mapping[str, Any]) -> None:
@@ -290,7 +343,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self._stub.next_fault()
         self._stub.count(1)
         try:
-            if not self._wait(lambda: not self._stub.is_held):
+            if not self._wait(lambda: not self._stub.is_held and not self._stub.is_paused):
                 return
             status, answer = self._stub.answer(self.path, body)
             if fault == "abort":

@@ -11,7 +11,7 @@ from tests.scripts.test_bad_input import error_line, run
 
 def test_it_prints_the_command_of_a_gpu_machine() -> None:
     done = run(
-        "scripts.serve", "some/model", "--device", "gpu", "--adapter", "mine=a/b", "--takes-weights", "--print",
+        "scripts.serve", "some/model", "--device", "gpu", "--adapter", "mine=a/b", "--takes-weights", "tcp", "--print",
         "--dtype", "float32", "--gpu-memory-utilization", "0.8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -19,6 +19,8 @@ def test_it_prints_the_command_of_a_gpu_machine() -> None:
         "VLLM_SERVER_DEV_MODE=1 vllm serve some/model --host 127.0.0.1 --port 8000 --max-model-len 1024 "
         "--max-num-seqs 64 --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
         "--enable-prompt-tokens-details --structured-outputs-config.backend xgrammar --dtype float32 "
+        "--weight-transfer-config '{\"backend\": \"agentgrad_tcp\"}' "
+        "--worker-extension-cls rollouts.weight_transfer_worker.PolicyTransfer "
         "--enable-lora --lora-modules mine=a/b --gpu-memory-utilization 0.8"
     )
 

@@ -195,13 +195,15 @@ def test_an_adapter_that_the_trainer_does_not_have_is_refused_for_training() -> 
     assert settings.rollout.engine.adapter == "runs/adapter"
 
 
-def test_servers_that_get_no_weights_are_refused_for_training() -> None:
+def test_servers_sample_for_training_too() -> None:
     option = ["--rollout.engine.kind", "server", "--rollout.engine.servers", "http://127.0.0.1:8000"]
-    option += ["--rollout.engine.dtype", "auto"]
-    with pytest.raises(ValueError, match=r"rollout: engine\.kind = 'server': .*not sent to servers yet"):
-        load_settings(GrpoSettings, ["--config", "configs/grpo_quickstart.toml", *option])
-    settings = load_settings(EvalSettings, ["--config", "configs/eval_quickstart.toml", *option])
-    assert settings.rollout.engine.servers == ("http://127.0.0.1:8000",)
+    option += ["--rollout.engine.dtype", "auto", "--rollout.engine.sync_timeout_s", "20"]
+    for kind, file in ((GrpoSettings, "grpo_quickstart"), (EvalSettings, "eval_quickstart")):
+        settings = load_settings(kind, ["--config", f"configs/{file}.toml", *option])
+        assert settings.rollout.engine.servers == ("http://127.0.0.1:8000",)
+        assert settings.rollout.engine.sync_timeout_s == 20
+    with pytest.raises(ValueError, match="sync_timeout_s does nothing where kind is vllm"):
+        load_settings(GrpoSettings, ["--config", "configs/grpo_quickstart.toml", *option[6:]])
 
 
 def test_an_observation_that_fills_the_context_is_refused() -> None:
