@@ -128,7 +128,7 @@ class GrpoRun:
         updates, row = await self._beside(self._prepare, step, taken)
         if updates:
             async with self._engine_asleep():
-                row |= await self._beside(lambda: mean_metrics(self.learner.update_step(updates)))
+                row |= await self._beside(self.learner.update_step, updates)
         self.learner.end_step()
         updated = time.perf_counter()
         if updates and self.sampling is not None:
@@ -287,14 +287,6 @@ def mini_batches(samples: Sequence[TrainingSample], count: int) -> list[list[Tra
     """
     turn = {name: number % count for number, name in enumerate(dict.fromkeys(s.trajectory_id for s in samples))}
     return [[sample for sample in samples if turn[sample.trajectory_id] == part] for part in range(count)]
-
-
-def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over the updates of a step; of a maximum the maximum."""
-    return {
-        name: max(row[name] for row in rows) if name.endswith("/max") else sum(row[name] for row in rows) / len(rows)
-        for name in rows[0]
-    }
 
 
 def samples_and_metrics(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
@@ -20,7 +22,7 @@ from data.types import TrainingSample
 from train.config import GrpoConfig, OptimizerConfig
 from train.lora import adapter_state
 from train.loss import TrainedTokens, policy_loss, sample_weights
-from train.loss_metrics import MAXIMA, SUMS, loss_metrics
+from train.loss_metrics import SUMS, LossTerms, loss_metrics, mean_metrics, peaks
 from train.model import computing, disable_dropout, score, trained_logprobs
 from train.reference import check_reference, reference_model
 
@@ -92,16 +94,19 @@ class Learner:
         """
         self._optimizer.zero_grad()
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._accelerator.device)
-        maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=self._accelerator.device)
+        found: list[tuple[LossTerms, MicroBatch]] = []
         for number, batch in enumerate(self._mine(batches)):
             batch = batch.to(self._accelerator.device)
             terms = policy_loss(self._tokens(batch, None if old is None else old[number]), self._config)
             terms.loss.backward()
             sums += terms.sums
-            maxima = torch.maximum(maxima, terms.maxima)
+            found.append((replace(terms, loss=terms.loss.detach()), batch))
         self._sum_over_processes()
-        sums, maxima = self._reduce(sums, "sum"), self._reduce(maxima, "max")
-        return loss_metrics(sums.tolist(), maxima.tolist(), self._config)
+        largest = peaks(found)
+        if self._accelerator.num_processes > 1:
+            everyone = gather_object([largest])
+            largest = [max(column) for column in zip(*everyone, strict=True)]
+        return loss_metrics(self._sum(sums).tolist(), largest, self._config)
 
     def _tokens(self, batch: MicroBatch, old: Tensor | None) -> TrainedTokens:
         trained = batch.loss_mask
@@ -128,11 +133,11 @@ class Learner:
     def _mine(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return batches[self._accelerator.process_index :: self._accelerator.num_processes]
 
-    def update_step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, Any]]:
-        """The updates of a step, one after the other; returns the metrics of each. All ratios are to the policy before
-        the first of them, which takes one more forward pass over the micro-batches of the later ones."""
+    def update_step(self, updates: Sequence[Sequence[MicroBatch]]) -> dict[str, Any]:
+        """The updates of a step, one after the other; returns the metrics of the step. All ratios are to the policy
+        before the first of them, which takes one more forward pass over the micro-batches of the later ones."""
         old = [None, *(self.old_logprobs(batches) for batches in updates[1:])]
-        return [self.update(batches, before) for batches, before in zip(updates, old, strict=True)]
+        return mean_metrics([self.update(batches, before) for batches, before in zip(updates, old, strict=True)])
 
     def update(self, batches: Sequence[MicroBatch], old: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """One optimizer update; returns its metrics. `old`: see `gradient`."""
@@ -181,10 +186,8 @@ class Learner:
                 parameter.grad = torch.zeros_like(parameter)
             torch.distributed.all_reduce(parameter.grad)
 
-    def _reduce(self, values: torch.Tensor, operation: str) -> torch.Tensor:
-        if self._accelerator.num_processes == 1:
-            return values
-        values = values.to(self._accelerator.device)
-        operations = {"sum": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}
-        torch.distributed.all_reduce(values, op=operations[operation])
-        return values.cpu()
+    def _sum(self, values: Tensor) -> Tensor:
+        """The sum over the processes."""
+        if self._accelerator.num_processes > 1:
+            torch.distributed.all_reduce(values)
+        return values

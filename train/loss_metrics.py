@@ -3,8 +3,9 @@ divided once, at the end: no split changes a metric."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,29 +83,31 @@ def measure(
     )
 
 
-def loss_metrics(sums: Sequence[float], maxima: Sequence[float], config: GrpoConfig) -> dict[str, float]:
-    """The metrics of an update from the sums `[len(SUMS)]` and maxima `[len(MAXIMA)]` over all its micro-batches.
+def loss_metrics(sums: Sequence[float], largest: Sequence[tuple[float, str]], config: GrpoConfig) -> dict[str, Any]:
+    """The metrics of an update from the sums `[len(SUMS)]` and `peaks` over all its micro-batches and processes.
 
     Those of the reference are there where beta > 0; those of the correction where there is one; the share of
     trajectories where it is for trajectories, since a token mode may find a trajectory in two micro-batches.
     """
     total = dict(zip(SUMS, sums, strict=True))
-    largest = dict(zip(MAXIMA, maxima, strict=True))
+    peak = dict(zip(MAXIMA, largest, strict=True))
     n = max(total["tokens"], 1.0)
-    row = {
+    row: dict[str, Any] = {
         "loss": total["loss"],
         "entropy": total["entropy"] / n,
         "clip_ratio": (total["clipped_low"] + total["clipped_high"]) / n,
         "clip_ratio/low": total["clipped_low"] / n,
         "clip_ratio/high": total["clipped_high"] / n,
         "ratio/mean": total["ratio"] / n,
-        "ratio/max": largest["ratio/max"],
+        "ratio/max": peak["ratio/max"][0],
         "logprob_gap/mean": total["gap"] / n,
-        "logprob_gap/max": largest["logprob_gap/max"],
+        "logprob_gap/max": peak["logprob_gap/max"][0],
+        "logprob_gap/max_token": peak["logprob_gap/max"][1],
         "logprob_gap/kl": total["gap_kl"] / n,
     }
     if config.beta > 0:
-        row |= {"kl/mean": total["kl"] / n, "kl/max": largest["kl/max"]}
+        value, token = peak["kl/max"]
+        row |= {"kl/mean": total["kl"] / n, "kl/max": value, "kl/max_token": token}
     mode = config.vllm_importance_sampling_mode
     if mode != "none":
         # Kish's: how many tokens of equal weight say as much as these do.
@@ -113,6 +116,32 @@ def loss_metrics(sums: Sequence[float], maxima: Sequence[float], config: GrpoCon
     if mode.startswith("sequence"):
         row["correction/trajectories"] = total["trajectories_corrected"] / max(total["trajectories"], 1.0)
     return row
+
+
+def peaks(found: Sequence[tuple[LossTerms, MicroBatch]]) -> list[tuple[float, str]]:
+    """For each of `MAXIMA` the largest value over this process's micro-batches, and which token it is at."""
+    best = [(0.0, "")] * len(MAXIMA)
+    for terms, batch in found:
+        for number, (value, index) in enumerate(zip(terms.maxima.tolist(), terms.where.tolist(), strict=True)):
+            if value > best[number][0] or value != value:  # NaN: nothing is worse
+                best[number] = (value, name_token(batch, index))
+    return best
+
+
+def mean_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics of a step from those of its updates: means; of a maximum the maximum, and the token that it is at.
+
+    >>> first = {"loss": 1.0, "kl/max": 2.0, "kl/max_token": "a"}
+    >>> mean_metrics([first, {"loss": 2.0, "kl/max": 5.0, "kl/max_token": "b"}])
+    {'loss': 1.5, 'kl/max': 5.0, 'kl/max_token': 'b'}
+    """
+    step: dict[str, Any] = {}
+    for name in rows[0]:
+        if name.endswith(("/max", "/max_token")):
+            step[name] = max(rows, key=lambda row: row[name.removesuffix("_token")])[name]
+        else:
+            step[name] = sum(row[name] for row in rows) / len(rows)
+    return step
 
 
 def name_token(batch: MicroBatch, index: int) -> str:

@@ -21,10 +21,11 @@ def main() -> None:
     learner = Learner(
         tiny_model(),
         accelerator,
-        config=GrpoConfig(loss_type=loss_type, max_micro_batch_tokens=100),  # type: ignore[arg-type]
+        config=GrpoConfig(loss_type=loss_type, beta=0.1, max_micro_batch_tokens=100),  # type: ignore[arg-type]
         optimizer=OptimizerConfig(),
         temperature=0.7,
         pad_token_id=1,
+        reference=tiny_model(seed=1).eval(),
     )
     # An odd number of micro-batches: one process has less to do than the other, and must still take part.
     batches = learner.pack(random_samples(5, advantages=[1.0, -1.0, 0.5, 2.0, -0.5]))

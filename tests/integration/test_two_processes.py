@@ -25,7 +25,7 @@ def gradient_with(processes: int, loss_type: str, folder: Path) -> dict[str, Any
     return torch.load(output, weights_only=True)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
 def test_the_gradient_does_not_depend_on_the_number_of_processes(loss_type: str, tmp_path: Path) -> None:
     one, two = (gradient_with(processes, loss_type, tmp_path) for processes in (1, 2))
     assert (one["processes"], two["processes"]) == (1, 2)

@@ -78,12 +78,13 @@ def samples_of(engine: str) -> tuple[TrainingSample, ...]:
 def our_config(options: dict[str, Any]) -> GrpoConfig:
     cispo = options["loss_type"] == "cispo"
     bounds: dict[str, Any] = {"epsilon_high": 1.1} if cispo else {"epsilon": 0.2, "epsilon_high": 0.2}
-    return GrpoConfig(**({"max_micro_batch_tokens": 150} | bounds | options))
+    keys: dict[str, Any] = {"max_micro_batch_tokens": 150} | bounds | options
+    return GrpoConfig(**keys)
 
 
 def ours(
     samples: Sequence[TrainingSample], options: dict[str, Any], *, old: Any = None, reference: Any = None
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Metrics and gradient of our step; `old` is the policy that its ratios are to, unless it is the model's own."""
     config = our_config(options)
     learner = make_learner(tiny_model(), config, temperature=TEMPERATURE, reference=reference)
