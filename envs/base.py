@@ -7,6 +7,7 @@ task; it lives as long as the trajectory that uses it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from envs.sandbox.base import Sandbox, SandboxSpec
@@ -20,6 +21,23 @@ class TransientToolError(RuntimeError):
 
     The same call may be made again. It is, a few times and ever later; the model is told only when none of them worked.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """What a finished conversation earned, where an environment also pays for single turns.
+
+    terms: reward terms of the outcome, by name, as `Session.grade` may give them alone.
+    turn_rewards: by index of the turn at whose end it was earned; finite numbers that the environment has weighted.
+        Turn 0 is the first assistant message after the opening, turn 1 the second. A turn that is not named earned 0.
+
+    The reward of the trajectory is the sum of both. Three turns, the second of which found what the third then used:
+
+        Grade(terms={"success": 1.0}, turn_rewards={1: 0.5})        reward 1.5, of the turns (0.0, 0.5, 0.0)
+    """
+
+    terms: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
 
 
 class Session(Protocol):
@@ -44,9 +62,9 @@ class Session(Protocol):
         """
         ...
 
-    async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
+    async def grade(self, messages: Sequence[Message]) -> Mapping[str, float] | Grade:
         """The reward terms of the finished conversation, by name: finite numbers that the environment has weighted.
-        The reward is their sum.
+        The reward is their sum. An environment that also pays for single turns gives a `Grade`.
         """
         ...
 

@@ -40,7 +40,7 @@ def summarise_groups(groups: Sequence[TrajectoryGroup], *, attempts: int) -> Eva
     """
     counts: dict[str, tuple[int, int]] = {}
     for group in groups:
-        rewards = [t.reward for t in group.trajectories if t.reward is not None]
+        rewards = [t.usable_reward for t in group.trajectories if t.usable_reward is not None]
         counts[group.task.task_id] = (sum(is_success(reward) for reward in rewards), len(rewards))
     graded = [(successes, n) for successes, n in counts.values() if n]
     if not graded:

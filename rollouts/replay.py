@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, cast
 
 from data.chat import Renderer
 from data.types import Completion, SamplingParams, Source, TokenStream
-from envs.base import Split
+from envs.base import Grade, Split
 from envs.sandbox.base import Sandbox, SandboxError, SandboxSpec
 from envs.types import Message, Task, ToolCall, ToolResult
 from rollouts.config import LimitsConfig, PricesConfig, SamplingConfig
 from rollouts.engine import EngineError, EngineLoad, SyncReport
+from rollouts.reward import TURN_TERM
 from rollouts.runner import Runner
 from rollouts.types import StopReason, Trajectory, Turn
 
@@ -227,7 +228,10 @@ class ReplaySession:
 
     def __init__(self, recorded: Trajectory) -> None:
         self._results = {result.call_id: result for turn in recorded.turns for result in turn.tool_results}
-        self._reward_terms = recorded.reward_terms
+        self._grade = Grade(
+            terms={name: value for name, value in recorded.reward_terms.items() if name != TURN_TERM},
+            turn_rewards=dict(enumerate(recorded.turn_rewards)),
+        )
 
     async def call(self, call: ToolCall) -> ToolResult:
         """The recorded result.
@@ -240,8 +244,8 @@ class ReplaySession:
             raise SandboxError(f"the record has no result of call {call.call_id}")
         return result
 
-    async def grade(self, messages: Sequence[Message]) -> Mapping[str, float]:
-        return self._reward_terms
+    async def grade(self, messages: Sequence[Message]) -> Grade:
+        return self._grade
 
 
 class NoSandboxes:

@@ -32,7 +32,7 @@ from rollouts.engine import Engine, EngineError, EngineFault
 from rollouts.limits import Streaks, allowance
 from rollouts.observations import observe
 from rollouts.progress import Progress, Prompt
-from rollouts.reward import read_reward
+from rollouts.reward import Reward, read_reward
 from rollouts.tool_call import ToolTerms, call_tools, is_cancelled, is_interruption
 from rollouts.types import StopReason, Trajectory, trajectory_name
 
@@ -82,8 +82,7 @@ class Runner:
         `attempt` counts the earlier tries that our machinery lost; it makes the ids and seeds of this one its own.
         """
         progress = Progress(trajectory_id=trajectory_name(group_id, sibling_index, attempt))
-        reward: float | None = None
-        reward_terms: dict[str, float] = {}
+        reward = Reward()
         error: str | None = None
         is_fault = False
         relaxed: tuple[str, ...] = ()
@@ -106,9 +105,9 @@ class Runner:
                     stop_reason = StopReason.WALL_CLOCK
                 if stop_reason is StopReason.TOOL_ERROR:
                     error = "\n".join(progress.turns[-1].tool_failures) or None
-                terms = await self._in_time("reward", session.grade(progress.messages))
+                grade = await self._in_time("reward", session.grade(progress.messages))
             try:
-                reward, reward_terms = read_reward(terms)
+                reward = read_reward(grade, turns=len(progress.turns))
             except ValueError as failure:
                 error = str(failure)
         except SandboxError as failure:
@@ -130,8 +129,9 @@ class Runner:
             streams=tuple(progress.streams),
             turns=tuple(progress.turns),
             stop_reason=stop_reason,
-            reward=None if stop_reason.is_infrastructure else reward,
-            reward_terms=reward_terms,
+            reward=None if stop_reason.is_infrastructure else reward.total,
+            reward_terms=reward.terms,
+            turn_rewards=reward.turn_rewards,
             forged=progress.forged,
             relaxed=relaxed,
             error=None if error is None else plain_json(error),

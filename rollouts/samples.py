@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from data.rows import SampleBuilder
 from data.types import Excluded, Source, TrainingSample
@@ -10,29 +10,39 @@ from rollouts.types import Trajectory, TrajectoryGroup
 
 
 def group_samples(
-    group: TrajectoryGroup, advantages: Sequence[float | None], *, mask_truncated: bool
+    group: TrajectoryGroup, advantages: Mapping[str, Sequence[float]], *, mask_truncated: bool
 ) -> list[TrainingSample]:
     """One sample for each stream of the group: those of its trajectories in order, then those of its lost attempts.
 
     Args:
-        advantages: one for each trajectory, in order; None where it has no reward. All zero: the group is dead.
+        advantages: by trajectory id, one for each turn `[turns]`; every token sampled in turn k gets the k-th, in
+            whichever stream it lies. A trajectory without an entry has no usable reward. All zero: the group is dead.
         mask_truncated: leave out the trajectories that a limit of ours cut (TRL: `mask_truncated_completions`).
+
+    Raises:
+        ValueError: a trajectory has not one advantage for each of its turns.
     """
-    dead = not any(advantages)
-    samples = [
-        sample
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
-        for sample in _trajectory_samples(
-            trajectory, advantage or 0.0, _excluded(trajectory, advantage, dead=dead, mask_truncated=mask_truncated)
+    dead = gives_no_gradient(group, advantages)
+    samples: list[TrainingSample] = []
+    for trajectory in group.trajectories:
+        by_turn = advantages.get(trajectory.trajectory_id)
+        samples += _trajectory_samples(
+            trajectory, by_turn, _excluded(trajectory, by_turn, dead=dead, mask_truncated=mask_truncated)
         )
-    ]
     for trajectory in group.lost:
-        samples += _trajectory_samples(trajectory, 0.0, Excluded.INFRASTRUCTURE)
+        samples += _trajectory_samples(trajectory, None, Excluded.INFRASTRUCTURE)
     return samples
 
 
-def _excluded(trajectory: Trajectory, advantage: float | None, *, dead: bool, mask_truncated: bool) -> Excluded | None:
-    if trajectory.stop_reason.is_infrastructure or advantage is None:
+def gives_no_gradient(group: TrajectoryGroup, advantages: Mapping[str, Sequence[float]]) -> bool:
+    """No turn of the group has an advantage: it gives no gradient."""
+    return not any(any(advantages.get(trajectory.trajectory_id, ())) for trajectory in group.trajectories)
+
+
+def _excluded(
+    trajectory: Trajectory, by_turn: Sequence[float] | None, *, dead: bool, mask_truncated: bool
+) -> Excluded | None:
+    if trajectory.stop_reason.is_infrastructure or by_turn is None:
         return Excluded.INFRASTRUCTURE
     if dead:
         return Excluded.DEAD_GROUP
@@ -41,13 +51,25 @@ def _excluded(trajectory: Trajectory, advantage: float | None, *, dead: bool, ma
     return None
 
 
-def _trajectory_samples(trajectory: Trajectory, advantage: float, excluded: Excluded | None) -> list[TrainingSample]:
+def _trajectory_samples(
+    trajectory: Trajectory, by_turn: Sequence[float] | None, excluded: Excluded | None
+) -> list[TrainingSample]:
+    completion_ids = trajectory.completion_ids
+    if by_turn is None:
+        by_turn = [0.0] * len(completion_ids)
+    if len(by_turn) != len(completion_ids):
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: {len(by_turn)} advantages for its {len(completion_ids)} turns; "
+            "give one for each turn"
+        )
+    advantage_of = dict(zip(completion_ids, by_turn, strict=True))
     samples: list[TrainingSample] = []
     for stream in trajectory.streams:
         builder = SampleBuilder(trajectory.trajectory_id)
         for segment in stream:
             if segment.source is Source.MODEL:
-                builder.add_sampled(segment, advantage=advantage, excluded=excluded)
+                assert segment.completion_id is not None
+                builder.add_sampled(segment, advantage=advantage_of[segment.completion_id], excluded=excluded)
             else:
                 builder.add_context(segment)
         samples.append(builder.build())

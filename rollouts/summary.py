@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from data.types import Source
@@ -12,9 +13,11 @@ from rollouts.types import StopReason, Trajectory
 def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = ()) -> dict[str, float]:
     """The metrics of some trajectories, and of the `lost` attempts that were begun again in their stead.
 
-    - `reward/…`, `length/mean`, `turns/mean`: means over the trajectories that have a reward (infrastructure failures
-      are only counted). `length` is in tokens that the policy sampled; tool tokens never count. A reward term is
-      averaged over the trajectories that have it: an environment may grade tasks of several kinds.
+    - `reward/…`, `length/mean`, `turns/mean`: over the trajectories that have a reward (infrastructure failures are
+      only counted); `reward/std` is unbiased. `length` is in tokens that the policy sampled; tool tokens never count.
+      A reward term is averaged over the trajectories that have it: an environment may grade tasks of several kinds.
+    - `rewards/excluded`: trajectories that ended by themselves, and for which the environment gave no reward that is a
+      finite number: they are in no mean and no baseline.
     - `stop/<reason>`: the share of the trajectories that ended so, for every reason.
     - `tools/…`: of those that have a reward: all calls; those answered with an error; those of them that were wrong
       (`invalid_calls`); those whose tool failed by itself (`failures`) or gave nothing in time (`deadlines`); retries
@@ -24,14 +27,19 @@ def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = (
     - `tokens/…`, `cost/usd`: what everything took, lost attempts included; see `accounting.TokenCount`. What the engine
       counts (`tokens/engine_…`) is there where it says so.
     """
-    graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    graded = [trajectory for trajectory in trajectories if trajectory.usable_reward is not None]
+    rewards = [trajectory.usable_reward or 0.0 for trajectory in graded]
     turns = [turn for trajectory in graded for turn in trajectory.turns]
     results = [result for turn in turns for result in turn.tool_results]
     row: dict[str, float] = {
         "trajectories": len(trajectories),
         "trajectories/failed": len(trajectories) - len(graded),
         "trajectories/lost_attempts": len(lost),
-        "reward/mean": _mean([trajectory.reward or 0.0 for trajectory in graded]),
+        "reward/mean": _mean(rewards),
+        "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
+        "reward/min": min(rewards, default=0.0),
+        "reward/max": max(rewards, default=0.0),
+        "rewards/excluded": sum(t.usable_reward is None and not t.stop_reason.is_infrastructure for t in trajectories),
         "length/mean": _mean([sampled_tokens(trajectory) for trajectory in graded]),
         "turns/mean": _mean([len(trajectory.turns) for trajectory in graded]),
         "turns/thinking_open": sum(turn.thinking_open for turn in turns),
@@ -47,7 +55,9 @@ def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = (
         "control_tokens/forged": sum(trajectory.forged for trajectory in trajectories),
     }
     for name in sorted({name for trajectory in graded for name in trajectory.reward_terms}):
-        row[f"reward/{name}"] = _mean([t.reward_terms[name] for t in graded if name in t.reward_terms])
+        # An environment may name a term as one of ours.
+        key = f"reward/{name}" if f"reward/{name}" not in row else f"reward/term/{name}"
+        row[key] = _mean([t.reward_terms[name] for t in graded if name in t.reward_terms])
     for reason in StopReason:
         row[f"stop/{reason.value}"] = _mean([trajectory.stop_reason is reason for trajectory in trajectories])
     return row | _spent([*trajectories, *lost])

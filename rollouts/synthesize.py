@@ -12,7 +12,7 @@ from envs.base import Env, Session
 from envs.sandbox.base import SandboxFactory
 from envs.tools import check_tools
 from envs.types import Message, Task
-from rollouts.reward import read_reward
+from rollouts.reward import count_turns_said, read_reward
 from rollouts.tool_call import ToolTerms, call_tools
 from rollouts.types import is_success
 
@@ -51,7 +51,8 @@ async def synthesize(
             messages = await run_demonstrator(
                 env, task, session, seed=seed, max_turns=max_turns, tool_timeout_s=tool_timeout_s
             )
-            reward, _ = read_reward(await session.grade(messages))
+            grade = await session.grade(messages)
+            reward = read_reward(grade, turns=count_turns_said(messages, env.opening(task))).total
         on_done()
         if reward is None or not is_success(reward):
             return None

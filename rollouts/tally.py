@@ -45,11 +45,12 @@ class Tally:
             self.tools["late"] += turn.deadlines
             self.tools["tried again"] += turn.retries
         self._spend(trajectory)
-        if trajectory.reward is None:
+        reward = trajectory.usable_reward
+        if reward is None:
             self.lost += 1
             self.first_cause = self.first_cause or trajectory.cause
             return
-        self.reward += trajectory.reward
+        self.reward += reward
         self.sampled_tokens += sampled_tokens(trajectory)
         self.turns += len(trajectory.turns)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from data.types import TokenStream
+from data.types import Source, TokenStream
 from envs.types import Message, Task, ToolResult, ToolSpec
 
 
@@ -94,7 +95,9 @@ class Turn:
 class Trajectory:
     """One attempt at one task.
 
-    `reward` is None when the environment could not grade it (infrastructure failures). `error` says what went wrong
+    `reward` is None when the environment could not grade it (infrastructure failures). It is the sum of `reward_terms`,
+    one of which, `turn_rewards`, is what single turns earned, where the environment pays for turns; the field
+    `turn_rewards` `[turns]` then says which earned how much, and is () where it does not. `error` says what went wrong
     there, `is_fault` that it is of somebody's code or configuration: it would come again. `forged` counts the control
     tokens that prompt and tool results spell; they stayed text. `relaxed` is what the task's sandbox was less strict in
     than the defaults, in words. `opening` and `tools` are what the model was given: with them and the completions the
@@ -111,6 +114,7 @@ class Trajectory:
     stop_reason: StopReason
     reward: float | None
     reward_terms: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
     forged: int = 0
     relaxed: tuple[str, ...] = ()
     error: str | None = None
@@ -119,6 +123,31 @@ class Trajectory:
     tools: tuple[ToolSpec, ...] = ()
     cost_usd: float = 0.0
     attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if self.turn_rewards and len(self.turn_rewards) != len(self.completion_ids):
+            raise ValueError(
+                f"trajectory {self.trajectory_id}: {len(self.turn_rewards)} rewards of turns, but "
+                f"{len(self.completion_ids)} turns; give one for each, or none"
+            )
+
+    @property
+    def completion_ids(self) -> tuple[str, ...]:
+        """What was sampled, over all streams: the completion of turn 0, of turn 1, …"""
+        return tuple(
+            segment.completion_id
+            for stream in self.streams
+            for segment in stream
+            if segment.source is Source.MODEL and segment.completion_id is not None
+        )
+
+    @property
+    def usable_reward(self) -> float | None:
+        """`reward` where it may be averaged and trained with: None also where our machinery failed, or where it is no
+        finite number."""
+        if self.reward is None or self.stop_reason.is_infrastructure or not math.isfinite(self.reward):
+            return None
+        return self.reward
 
     @property
     def cause(self) -> str:
@@ -153,6 +182,14 @@ class TrajectoryGroup:
     task: Task
     trajectories: tuple[Trajectory, ...]
     lost: tuple[Trajectory, ...] = ()
+
+    def __post_init__(self) -> None:
+        for trajectory in (*self.trajectories, *self.lost):
+            if trajectory.group_id != self.group_id:
+                raise ValueError(
+                    f"group {self.group_id}: trajectory {trajectory.trajectory_id} is of group {trajectory.group_id}; "
+                    "put together those of one group_id only"
+                )
 
     @property
     def failures(self) -> tuple[Trajectory, ...]:

@@ -9,7 +9,7 @@ from envs.base import Env
 from envs.sandbox.base import SandboxFactory, SandboxUnavailableError
 from envs.task_folder import TaskFolderSession
 from envs.types import Message, Task
-from rollouts.reward import read_reward
+from rollouts.reward import count_turns_said, read_reward
 from rollouts.synthesize import run_demonstrator
 
 TOLERANCE = 1e-6
@@ -67,14 +67,15 @@ async def _attempt(
             messages = [*env.opening(task), Message(role="assistant")]
         else:
             messages = await run_demonstrator(env, task, session, seed=0, max_turns=MAX_TURNS, tool_timeout_s=timeout_s)
-        reward, terms = read_reward(await session.grade(messages))
-    if reward is None:
+        grade = await session.grade(messages)
+        reward = read_reward(grade, turns=count_turns_said(messages, env.opening(task)))
+    if reward.total is None:
         raise ValueError(f"task {task.task_id}: grading gave no reward term; it must give at least one")
-    said = [f"terms {terms}"]
+    said = [f"terms {reward.terms}"]
     said += [f"the last tool result: {message.content}" for message in messages if message.role == "tool"][-1:]
     if isinstance(session, TaskFolderSession):
         said.append(f"the tests: {session.test_output}")
-    return reward, "; ".join(" ".join(part.split())[-300:] for part in said)
+    return reward.total, "; ".join(" ".join(part.split())[-300:] for part in said)
 
 
 def _problem(solution: float, empty: float, said: str) -> str | None:

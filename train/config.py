@@ -11,6 +11,8 @@ from rollouts.config import RolloutConfig, SamplingConfig, Section
 Dtype = Literal["float32", "bfloat16"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "cispo", "rloo"]
 CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Baseline = Literal["group", "leave_one_out", "batch"]
+ScaleRewards = Literal["group", "batch", "none"]
 
 
 def check_trainable(rollout: RolloutConfig) -> RolloutConfig:
@@ -113,9 +115,16 @@ class GrpoConfig(Section):
     vllm_importance_sampling_clip_max: float = Field(default=3.0, gt=0)
     """1e9 bounds nothing."""
     vllm_importance_sampling_clip_min: float = Field(default=0.0, ge=0)
-    scale_rewards: bool = True
-    """Divide advantages by the group's standard deviation."""
+    baseline: Baseline = "group"
+    """What a trajectory's return is compared with: the mean of its group, of the others in it, or of the whole step."""
+    scale_rewards: ScaleRewards = "group"
+    """What the difference is divided by: the standard deviation of the group, of the whole step, or nothing."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """What a reward is worth one turn earlier. Below 1, an outcome that takes more turns is worth less to the first."""
+    truncation_penalty: float = Field(default=0.0, le=0, allow_inf_nan=False)
+    """Added to the reward of a trajectory that a limit cut, for training only; the reported reward is without it."""
     mask_truncated_completions: bool = True
+    """Leave trajectories that a limit cut out of the update. Their rewards stay in the baseline."""
     max_micro_batch_tokens: int = Field(default=4096, ge=16)
     gradient_checkpointing: bool = False
     dtype: Dtype = "float32"
@@ -177,6 +186,20 @@ class GrpoConfig(Section):
             raise ValueError(
                 f"vllm_enable_sleep_mode with max_staleness = {self.max_staleness}: an engine that sleeps during "
                 "updates cannot sample meanwhile; set max_staleness to 0, or give the engine a GPU of its own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantages_are_sound(self) -> Self:
+        if self.baseline == "batch" and self.scale_rewards == "group":
+            raise ValueError(
+                "baseline = 'batch' with scale_rewards = 'group': a group whose rewards are all equal would be divided "
+                "by almost zero; set scale_rewards to 'batch' or 'none'"
+            )
+        if self.truncation_penalty and self.mask_truncated_completions:
+            raise ValueError(
+                "truncation_penalty has no use while mask_truncated_completions leaves those trajectories out; set "
+                "mask_truncated_completions = false, or truncation_penalty = 0"
             )
         return self
 

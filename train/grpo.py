@@ -32,13 +32,13 @@ from rollouts.engine import Engine
 from rollouts.outage import OutageError
 from rollouts.record import write_trajectories
 from rollouts.runner import Runner
-from rollouts.samples import group_samples
+from rollouts.samples import gives_no_gradient, group_samples
 from rollouts.scheduler import Scheduler, ScheduleStatus
 from rollouts.summary import summarise
 from rollouts.tally import Tally
 from rollouts.types import Trajectory, TrajectoryGroup
 from rollouts.weight_check import WeightCheck, check_weights
-from train.advantages import group_advantages
+from train.advantages import advantage_metrics, is_dead, step_advantages
 from train.checkpoint import save_checkpoint, save_final
 from train.config import CheckpointConfig, GrpoConfig
 from train.group_feed import FeedState, GroupFeed, StepGroups
@@ -272,7 +272,7 @@ def _use_device(device: torch.device) -> None:
 def _why_lost(step: int, trajectories: Sequence[Trajectory]) -> str | None:
     """Why a step without a graded trajectory ends the run: the next one would fare no better, and a run of such steps
     would look finished."""
-    if any(trajectory.reward is not None for trajectory in trajectories):
+    if any(trajectory.usable_reward is not None for trajectory in trajectories):
         return None
     return (
         f"step {step}: none of its {len(trajectories)} trajectories could be graded: {trajectories[0].cause}; {_GO_ON}"
@@ -293,13 +293,13 @@ def samples_and_metrics(
     groups: Sequence[TrajectoryGroup], config: GrpoConfig
 ) -> tuple[list[TrainingSample], dict[str, Any]]:
     """Groups → advantages → samples, with the metrics of the sampling."""
-    samples: list[TrainingSample] = []
-    dead = 0
-    for group in groups:
-        rewards = [trajectory.reward for trajectory in group.trajectories]
-        advantages = group_advantages(rewards, scale_rewards=config.scale_rewards)
-        dead += not any(advantages)
-        samples += group_samples(group, advantages, mask_truncated=config.mask_truncated_completions)
+    advantages = step_advantages([t for group in groups for t in group.trajectories], config)
+    samples = [
+        sample
+        for group in groups
+        for sample in group_samples(group, advantages, mask_truncated=config.mask_truncated_completions)
+    ]
+    dead = sum(gives_no_gradient(group, advantages) for group in groups)
     excluded = Counter(reason.value for sample in samples for reason in sample.excluded if reason is not None)
     row = summarise(
         [trajectory for group in groups for trajectory in group.trajectories],
@@ -310,13 +310,8 @@ def samples_and_metrics(
         "tokens/total": sum(len(sample) for sample in samples),
         "tokens/trained": sum(sum(sample.loss_mask) for sample in samples),
     }
+    row |= advantage_metrics(samples)
     return samples, row | {f"tokens/excluded/{reason}": count for reason, count in excluded.items()}
-
-
-def is_dead(group: TrajectoryGroup, config: GrpoConfig) -> bool:
-    """Whether there is nothing to learn from a group."""
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    return not any(group_advantages(rewards, scale_rewards=config.scale_rewards))
 
 
 def staleness(samples: Sequence[TrainingSample], *, trained_version: int) -> dict[str, float]:

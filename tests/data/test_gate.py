@@ -17,6 +17,7 @@ from data.types import Completion, Excluded, Segment, Source, TokenStream, Train
 from envs.types import Task
 from rollouts.samples import group_samples
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
+from tests.by_turn import by_turn
 
 # A sample of the good batch, column by column:
 #   0 1     2 3 4                 5         6 7   8         9 10
@@ -73,7 +74,7 @@ def good_batch() -> tuple[list[TrainingSample], Ledger]:
         make_trajectory(3, None, StopReason.SANDBOX_ERROR, ledger),
     )
     group = TrajectoryGroup(group_id="a", task=Task(task_id="t", prompt="?"), trajectories=trajectories)
-    return group_samples(group, [1.0, -0.5, -0.5, None], mask_truncated=True), ledger
+    return group_samples(group, by_turn(group, [1.0, -0.5, -0.5, None]), mask_truncated=True), ledger
 
 
 def with_token(sample: TrainingSample, name: str, index: int, value: Any) -> TrainingSample:
@@ -205,7 +206,7 @@ def test_a_trained_first_token_is_refused() -> None:
     trajectory = make_trajectory(0, 1.0, StopReason.FINAL_ANSWER, ledger)
     headless = replace(trajectory, streams=(TokenStream(trajectory.streams[0].segments[1:]),))
     group = TrajectoryGroup(group_id="a", task=Task(task_id="t", prompt="?"), trajectories=(headless,))
-    samples = group_samples(group, [1.0], mask_truncated=False)
+    samples = group_samples(group, by_turn(group, [1.0]), mask_truncated=False)
     with pytest.raises(GateError, match=r"trajectory a/0, token 0: the first token of a row is trained"):
         check_batch(samples, ledger)
 
@@ -267,7 +268,7 @@ def forced_batch() -> tuple[list[TrainingSample], Ledger]:
         )  # fmt: skip
     task = Task(task_id="t", prompt="")
     group = TrajectoryGroup(group_id="a", task=task, trajectories=tuple(trajectories))
-    return group_samples(group, (-1.0, 1.0), mask_truncated=True), ledger
+    return group_samples(group, by_turn(group, (-1.0, 1.0)), mask_truncated=True), ledger
 
 
 def test_a_forced_token_is_left_out_and_counted() -> None:

@@ -20,7 +20,8 @@ from envs.types import Task
 from rollouts.samples import group_samples
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 from tests.data.test_types import no_clock
-from train.advantages import group_advantages
+from train.advantages import step_advantages
+from train.config import GrpoConfig, ScaleRewards
 
 lengths = st.integers(1, 4)
 # What follows a completion: nothing (the end), a header, or an observation between two headers.
@@ -36,11 +37,11 @@ class Case:
     group: TrajectoryGroup
     ledger: Ledger
     mask_truncated: bool
-    scale_rewards: bool
+    scale_rewards: ScaleRewards
 
     @property
-    def advantages(self) -> list[float | None]:
-        return group_advantages([t.reward for t in self.group.trajectories], scale_rewards=self.scale_rewards)
+    def advantages(self) -> dict[str, tuple[float, ...]]:
+        return step_advantages(self.group.trajectories, GrpoConfig(scale_rewards=self.scale_rewards))
 
     def samples(self) -> list[TrainingSample]:
         return group_samples(self.group, self.advantages, mask_truncated=self.mask_truncated)
@@ -97,7 +98,7 @@ def cases(draw: st.DrawFn) -> Case:
         group=TrajectoryGroup(group_id="g", task=Task(task_id="task", prompt="?"), trajectories=members),
         ledger=ledger,
         mask_truncated=draw(st.booleans()),
-        scale_rewards=draw(st.booleans()),
+        scale_rewards=draw(st.sampled_from(["group", "none"])),
     )
 
 
@@ -146,12 +147,12 @@ def test_trained_and_excluded_by_reason_are_exactly_what_was_sampled(case: Case)
 @given(case=cases())
 def test_samples_hold_the_streams_token_for_token(case: Case) -> None:
     streams = [(t, stream) for t in case.group.trajectories for stream in t.streams]
-    advantages = dict(zip([t.trajectory_id for t in case.group.trajectories], case.advantages, strict=True))
     for (trajectory, stream), sample in zip(streams, case.samples(), strict=True):
         assert list(sample.token_ids) == stream.token_ids
         assert [s for segment in stream for s in [segment.source] * len(segment.token_ids)] == list(sample.source)
         for index, trained in enumerate(sample.loss_mask):
-            assert sample.advantages[index] == (advantages[trajectory.trajectory_id] if trained else 0.0)
+            # One outcome, no discount: each turn has the same.
+            assert sample.advantages[index] == (case.advantages[trajectory.trajectory_id][0] if trained else 0.0)
             if sample.source[index] is Source.MODEL:
                 completion = case.ledger.get(sample.completion_ids[sample.completion_index[index]])
                 assert completion is not None

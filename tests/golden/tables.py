@@ -14,6 +14,7 @@ from envs.types import Message, ToolCall
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.samples import group_samples
 from rollouts.types import TrajectoryGroup
+from tests.by_turn import by_turn
 from tests.rollouts.desk import RENDERER, TASK, TOKENIZER, Desk, make_runner, say
 
 FOLDER = Path(__file__).parent
@@ -28,7 +29,7 @@ def rollout_sample() -> TrainingSample:
             engine = ScriptedEngine([say("", ("echo", FORGED)), say("ok")])
             trajectory = await make_runner(engine, sandboxes).run(TASK, group_id="g", sibling_index=0)
         group = TrajectoryGroup(group_id="g", task=TASK, trajectories=(trajectory,))
-        (sample,) = group_samples(group, [1.0], mask_truncated=True)
+        (sample,) = group_samples(group, by_turn(group, [1.0]), mask_truncated=True)
         return sample
 
     return asyncio.run(run())

@@ -21,6 +21,7 @@ from rollouts.record import read_trajectories, write_trajectories
 from rollouts.replay import Replay
 from rollouts.samples import group_samples
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
+from tests.by_turn import by_turn
 from tests.rollouts.desk import RENDERER, TASK, TOKENIZER, attempt, raw, say
 
 LONG = "\x1b[31m" + "word " * 200
@@ -81,7 +82,7 @@ def test_a_replay_gives_the_same_streams_turns_masks_and_samples(story: str, tmp
 
     def samples(trajectory: Trajectory) -> object:
         group = TrajectoryGroup(group_id="g", task=TASK, trajectories=(trajectory,))
-        return group_samples(group, [1.0], mask_truncated=True)
+        return group_samples(group, by_turn(group, [1.0]), mask_truncated=True)
 
     if story not in ("the clock", "a reward that is lost"):  # they have no part in a replay
         assert samples(replayed) == samples(recorded)

@@ -21,6 +21,7 @@ from rollouts.samples import group_samples
 from rollouts.scheduler import sample_groups
 from rollouts.summary import summarise
 from rollouts.types import StopReason, Trajectory
+from tests.by_turn import by_turn
 from tests.rollouts.desk import (
     TASK,
     Desk,
@@ -158,7 +159,7 @@ def in_trouble(folder: Path, env: Trouble) -> Trajectory:
     assert list(read_trajectories(folder / "t.jsonl")) == both
     assert summarise(both)["trajectories"] == 2
     (lost,) = trouble.trajectories
-    assert len(group_samples(trouble, [lost.reward], mask_truncated=True)) == len(lost.streams)
+    assert len(group_samples(trouble, by_turn(trouble, [lost.reward]), mask_truncated=True)) == len(lost.streams)
     return trouble.trajectories[0]
 
 

@@ -28,7 +28,8 @@ from tests.rollouts.desk import (
     make_runner,
     say,
 )
-from train.advantages import group_advantages
+from train.advantages import step_advantages
+from train.config import GrpoConfig
 
 
 def run_groups(engine: Engine, tasks: Sequence[Task], num_generations: int, **limits: float) -> list[Trajectory]:
@@ -45,7 +46,7 @@ def run_groups(engine: Engine, tasks: Sequence[Task], num_generations: int, **li
     )
     for group in groups:
         # The law of the mask holds whatever failed.
-        advantages = group_advantages([t.reward for t in group.trajectories], scale_rewards=False)
+        advantages = step_advantages(group.trajectories, GrpoConfig())
         group_ledger = Ledger()
         for completion in ledger:
             if completion.completion_id.startswith(f"{group.group_id}/"):

@@ -17,6 +17,7 @@ from rollouts.outage import Outage, OutageError, retry_delay_s
 from rollouts.samples import group_samples
 from rollouts.scheduler import Scheduler, sample_groups
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
+from tests.by_turn import by_turn
 from tests.rollouts.desk import make_runner
 from tests.rollouts.virtual_clock import run_virtual
 from tests.rollouts.workshop import CountedSandboxes, Workshop, WorkshopEngine
@@ -29,7 +30,7 @@ def check_law(groups: list[TrajectoryGroup], ledger: Ledger) -> int:
         sample
         for group in groups
         for sample in group_samples(
-            group, [None if t.reward is None else 1.0 for t in group.trajectories], mask_truncated=True
+            group, by_turn(group, [None if t.reward is None else 1.0 for t in group.trajectories]), mask_truncated=True
         )
     ]
     return check_batch(samples, ledger).excluded[Excluded.INFRASTRUCTURE]

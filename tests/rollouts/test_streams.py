@@ -16,6 +16,7 @@ from rollouts.engine_scripted import ScriptedEngine
 from rollouts.samples import group_samples
 from rollouts.summary import sampled_tokens, summarise
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup, trajectory_name
+from tests.by_turn import by_turn
 from tests.rollouts.desk import TASK, attempt, check_record, in_sandboxes, make_runner
 from tests.rollouts.letters import CLOSE, END, IDS, Letters
 
@@ -104,7 +105,8 @@ def test_whatever_is_said_each_sampled_token_is_in_one_stream(
     check_record(trajectory, ledger, engine)
     assert all(len(stream) <= room for stream in trajectory.streams)
     assert all(list(stream)[-1].source is Source.MODEL for stream in trajectory.streams), "no bridge to nowhere"
-    report = check_batch(group_samples(group_of(trajectory), [1.0], mask_truncated=True), ledger)
+    group = group_of(trajectory)
+    report = check_batch(group_samples(group, by_turn(group, [1.0]), mask_truncated=True), ledger)
     truncated = trajectory.stop_reason.is_truncated
     assert report.trained == (0 if truncated else sampled_tokens(trajectory))
     assert report.excluded[Excluded.TRUNCATED] == (sampled_tokens(trajectory) if truncated else 0)
@@ -140,7 +142,8 @@ def test_what_was_sampled_for_lost_attempts_is_excluded_and_its_ids_are_its_own(
     assert (lost.stop_reason, lost.attempt) == (StopReason.ENGINE_ERROR, 0)
     assert (again.stop_reason, again.attempt, again.trajectory_id) == (StopReason.FINAL_ANSWER, 1, "g/0~1")
     assert [completion.completion_id for completion in ledger] == ["g/0/0", "g/0~1/0", "g/0~1/1"]
-    report = check_batch(group_samples(group_of(again, lost=(lost,)), [1.0], mask_truncated=True), ledger)
+    group = group_of(again, lost=(lost,))
+    report = check_batch(group_samples(group, by_turn(group, [1.0]), mask_truncated=True), ledger)
     assert report.trained == sampled_tokens(again)
     assert report.excluded[Excluded.INFRASTRUCTURE] == sampled_tokens(lost) > 0
 

@@ -141,9 +141,9 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], says: str, capsy
 
 @pytest.mark.parametrize("value", [True, False])
 def test_a_switch_is_a_key_like_any_other(value: bool) -> None:
-    arguments = ["--config", "configs/grpo_quickstart.toml", "--grpo.scale_rewards", str(value).lower()]
+    arguments = ["--config", "configs/grpo_quickstart.toml", "--grpo.gradient_checkpointing", str(value).lower()]
     settings = load_settings(GrpoSettings, arguments)
-    assert settings.grpo.scale_rewards is value
+    assert settings.grpo.gradient_checkpointing is value
     assert not settings.dry_run
 
 

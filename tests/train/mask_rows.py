@@ -13,6 +13,7 @@ from data.types import Completion, Segment, Source, TokenStream, TrainingSample
 from envs.types import Message, Task, ToolResult
 from rollouts.samples import group_samples
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup, Turn
+from tests.by_turn import by_turn
 from train.report.token_text import Vocabulary
 
 MODEL = Path(__file__).parents[2] / "models" / "embedded"
@@ -121,7 +122,7 @@ def samples(
     """The rows that the trainer would pack."""
     task = Task(task_id=trajectories[0].task_id, prompt="")
     group = TrajectoryGroup(group_id=trajectories[0].group_id, task=task, trajectories=tuple(trajectories))
-    return group_samples(group, advantages, mask_truncated=True)
+    return group_samples(group, by_turn(group, advantages), mask_truncated=True)
 
 
 def changed(sample: TrainingSample, field: str, index: int, value: object) -> TrainingSample:

@@ -1,4 +1,4 @@
-"""The group baseline: numbers by hand and against numpy, exact zeros for dead groups, no reward outside every mean."""
+"""The comparison of returns at one turn: numbers by hand and against numpy, exact zeros, and the returns themselves."""
 
 from __future__ import annotations
 
@@ -10,91 +10,138 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_types import no_clock
-from train.advantages import group_advantages
+from train.advantages import Spread, group_advantages, turn_returns
+from train.config import Baseline, GrpoConfig, ScaleRewards
 
-rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=8)
-some_missing = st.lists(st.none() | st.floats(-100, 100), max_size=8)
+values = st.lists(st.floats(-100, 100), min_size=1, max_size=8)
+scales = st.sampled_from(["group", "none"])
+both_scales = pytest.mark.parametrize("scale_rewards", ["group", "none"])
+own_baselines = pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 
 
 @no_clock
-@given(values=rewards, scale_rewards=st.booleans())
-def test_they_are_those_of_numpy(values: list[float], scale_rewards: bool) -> None:
-    found = group_advantages(values, scale_rewards=scale_rewards)
-    if max(values) - min(values) <= 1e-9:
-        assert found == [0.0] * len(values)
-        return
-    expected = np.array(values) - np.mean(values)
-    if scale_rewards:
-        expected /= np.std(values, ddof=1) + 1e-4
-    assert found == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-9)
+@given(values=values, others=values)
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
+def test_they_are_those_of_numpy(
+    values: list[float], others: list[float], baseline: Baseline, scale_rewards: ScaleRewards
+) -> None:
+    batch = np.array([*values, *others])
+    own = np.array(values)
+    found = group_advantages(values, batch=Spread.of(batch.tolist()), baseline=baseline, scale_rewards=scale_rewards)
+    means = {
+        "group": np.full(len(own), own.mean()),
+        "leave_one_out": np.array([np.delete(own, i).mean() if len(own) > 1 else own[i] for i in range(len(own))]),
+        "batch": np.full(len(own), batch.mean()),
+    }
+    spread = {"group": own.std(ddof=1) if len(own) > 1 else 0.0, "batch": batch.std(ddof=1)}
+    scale = spread[scale_rewards] + 1e-4 if scale_rewards != "none" else 1.0
+    # Up to 1e-9 is taken for rounding.
+    tolerance = 1e-8 / scale
+    assert np.abs(np.array(found) - (own - means[baseline]) / scale).max() <= tolerance
 
 
 def test_numbers_by_hand() -> None:
-    assert group_advantages([1.0, 0.0, 0.0, 1.0], scale_rewards=False) == [0.5, -0.5, -0.5, 0.5]
+    assert group_advantages([1.0, 0.0, 0.0, 1.0], scale_rewards="none") == [0.5, -0.5, -0.5, 0.5]
     # Mean 1, unbiased standard deviation 1.
-    assert group_advantages([0.0, 1.0, 2.0], scale_rewards=True) == pytest.approx([-1 / 1.0001, 0.0, 1 / 1.0001])
+    assert group_advantages([0.0, 1.0, 2.0]) == pytest.approx([-1 / 1.0001, 0.0, 1 / 1.0001])
+    # The others' means are 1.5, 1 and 0.5.
+    found = group_advantages([0.0, 1.0, 2.0], baseline="leave_one_out", scale_rewards="none")
+    assert found == pytest.approx([-1.5, 0.0, 1.5])
+    batch = Spread.of([0.0, 1.0, 2.0, 5.0])
+    assert (batch.mean, batch.std) == pytest.approx((2.0, math.sqrt(14 / 3)))
+    found = group_advantages([0.0, 1.0, 2.0], batch=batch, baseline="batch", scale_rewards="none")
+    assert found == pytest.approx([-2.0, -1.0, 0.0])
 
 
-@no_clock
-@given(values=some_missing, scale_rewards=st.booleans())
-def test_no_reward_is_no_advantage_and_is_in_no_mean_c02(values: list[float | None], scale_rewards: bool) -> None:
-    found = group_advantages(values, scale_rewards=scale_rewards)
-    assert [advantage is None for advantage in found] == [reward is None for reward in values]
-    known = [reward for reward in values if reward is not None]
-    assert [a for a in found if a is not None] == group_advantages(known, scale_rewards=scale_rewards)
-    assert all(math.isfinite(advantage) for advantage in found if advantage is not None)
-
-
-@pytest.mark.parametrize("scale_rewards", [False, True])
-def test_rewards_that_are_partly_or_all_missing_c02(scale_rewards: bool) -> None:
-    found = group_advantages([1.0, None, 0.0, 1.0], scale_rewards=scale_rewards)
-    without = group_advantages([1.0, 0.0, 1.0], scale_rewards=scale_rewards)
-    assert found == [without[0], None, *without[1:]]
-    assert group_advantages([None] * 4, scale_rewards=scale_rewards) == [None] * 4
-    assert group_advantages([], scale_rewards=scale_rewards) == []
-
-
-@pytest.mark.parametrize("scale_rewards", [False, True])
-def test_a_missing_reward_is_not_zero_c04(scale_rewards: bool) -> None:
-    assert group_advantages([1.0, 1.0, 1.0, None], scale_rewards=scale_rewards) == [0.0, 0.0, 0.0, None]
-
-
-@pytest.mark.parametrize("scale_rewards", [False, True])
-def test_the_mean_is_the_group_s_own_c35(scale_rewards: bool) -> None:
-    assert group_advantages([1.0, 1.0], scale_rewards=scale_rewards) == [0.0, 0.0]
-    assert group_advantages([0.0, 0.0], scale_rewards=scale_rewards) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("scale_rewards", [False, True])
+@both_scales
+@own_baselines
 @pytest.mark.parametrize("reward", [0.0, 1.0, -3.5, 0.1])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_dead_group_is_exactly_zero(reward: float, size: int, scale_rewards: bool) -> None:
+def test_a_dead_group_is_exactly_zero(
+    reward: float, size: int, baseline: Baseline, scale_rewards: ScaleRewards
+) -> None:
     """0.1 seven times has a mean that is not 0.1 in floating point; the advantage must be zero all the same."""
-    assert group_advantages([reward] * size, scale_rewards=scale_rewards) == [0.0] * size
+    assert group_advantages([reward] * size, baseline=baseline, scale_rewards=scale_rewards) == [0.0] * size
+    batch = Spread.of([reward] * 2 * size)
+    assert group_advantages([reward] * size, batch=batch, baseline="batch", scale_rewards="batch") == [0.0] * size
 
 
 @no_clock
-@given(values=rewards, shift=st.integers(-5, 5), scale_rewards=st.booleans())
-def test_a_constant_changes_nothing(values: list[float], shift: int, scale_rewards: bool) -> None:
-    shifted = group_advantages([reward + shift for reward in values], scale_rewards=scale_rewards)
-    assert shifted == pytest.approx(group_advantages(values, scale_rewards=scale_rewards), rel=1e-6, abs=1e-5)
+@given(values=values, shift=st.integers(-5, 5), scale_rewards=scales)
+@own_baselines
+def test_a_constant_changes_nothing(
+    values: list[float], shift: int, baseline: Baseline, scale_rewards: ScaleRewards
+) -> None:
+    terms = {"baseline": baseline, "scale_rewards": scale_rewards}
+    shifted = group_advantages([value + shift for value in values], **terms)
+    # What is rounding for the one may be just above it for the other: 1e-9, divided by the smallest scale.
+    assert shifted == pytest.approx(group_advantages(values, **terms), rel=1e-6, abs=3e-5)
 
 
-@pytest.mark.parametrize("scale_rewards", [False, True])
+@no_clock
+@given(values=st.lists(st.floats(-100, 100), min_size=2, max_size=8), scale_rewards=scales)
+@own_baselines
+def test_they_sum_to_zero(values: list[float], baseline: Baseline, scale_rewards: ScaleRewards) -> None:
+    found = group_advantages(values, baseline=baseline, scale_rewards=scale_rewards)
+    assert math.fsum(found) == pytest.approx(0.0, abs=1e-4)
+
+
+@both_scales
+@own_baselines
 @pytest.mark.parametrize("values", [[0.1 + 0.2, 0.3], [0.7 + 0.2 + 0.1, 1.0, 1.0], [1e6 + 0.1 + 0.2, 1e6 + 0.3]])
-def test_rounding_is_no_signal(values: list[float], scale_rewards: bool) -> None:
-    assert group_advantages(values, scale_rewards=scale_rewards) == [0.0] * len(values)
+def test_rounding_is_no_signal(values: list[float], baseline: Baseline, scale_rewards: ScaleRewards) -> None:
+    assert group_advantages(values, baseline=baseline, scale_rewards=scale_rewards) == [0.0] * len(values)
 
 
 def test_a_small_difference_is_a_signal() -> None:
-    low, high = group_advantages([0.0, 1e-6], scale_rewards=False)
+    low, high = group_advantages([0.0, 1e-6], scale_rewards="none")
     assert (low, high) == (-5e-7, 5e-7)
 
 
-@pytest.mark.parametrize("scale_rewards", [False, True])
+@both_scales
 @pytest.mark.parametrize("values", [[1e200, 0.0, 0.0], [1e308, 1e308, 0.0]])
-def test_huge_rewards_do_not_overflow(values: list[float], scale_rewards: bool) -> None:
+def test_huge_rewards_do_not_overflow(values: list[float], scale_rewards: ScaleRewards) -> None:
     found = group_advantages(values, scale_rewards=scale_rewards)
     expected = np.array(values) / values[0] - np.mean(np.array(values) / values[0])
-    scale = np.std(np.array(values) / values[0], ddof=1) if scale_rewards else 1 / values[0]
+    scale = np.std(np.array(values) / values[0], ddof=1) if scale_rewards == "group" else 1 / values[0]
     assert found == pytest.approx((expected / scale).tolist())
+
+
+def test_returns_by_hand() -> None:
+    assert turn_returns([1.0, 2.0, 4.0], 8.0, turns=3) == (15.0, 14.0, 12.0)
+    assert turn_returns([1.0, 2.0, 4.0], 8.0, turns=3, discount=0.5) == (1 + 0.5 * 8, 2 + 0.5 * 12, 12.0)
+    assert turn_returns([], 1.0, turns=1, discount=0.5) == (1.0,)
+    assert turn_returns([], 1.0, turns=0) == (1.0,)
+
+
+@no_clock
+@given(
+    turn_rewards=st.lists(st.floats(-10, 10), min_size=1, max_size=6),
+    outcome=st.floats(-10, 10),
+    discount=st.floats(0.05, 1),
+)
+def test_returns_are_the_sum_of_the_definition(turn_rewards: list[float], outcome: float, discount: float) -> None:
+    turns = len(turn_rewards)
+    expected = [
+        sum(discount ** (j - k) * turn_rewards[j] for j in range(k, turns)) + discount ** (turns - 1 - k) * outcome
+        for k in range(turns)
+    ]
+    assert turn_returns(turn_rewards, outcome, turns=turns, discount=discount) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"baseline": "batch"}, "set scale_rewards to 'batch' or 'none'"),
+        ({"truncation_penalty": -0.5}, "set mask_truncated_completions = false"),
+        ({"truncation_penalty": 0.5, "mask_truncated_completions": False}, "less than or equal to 0"),
+        ({"discount": 0.0}, "greater than 0"),
+        ({"discount": 1.01}, "less than or equal to 1"),
+        ({"scale_rewards": True}, "'group', 'batch' or 'none'"),
+        ({"baseline": "mean"}, "'group', 'leave_one_out' or 'batch'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        GrpoConfig.model_validate(settings)

@@ -25,7 +25,7 @@ from rollouts.summary import summarise
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 from tests.data.test_types import no_clock
 from tests.random_samples import random_samples, tiny_model
-from train.advantages import group_advantages
+from train.advantages import step_advantages
 from train.config import GrpoConfig, LossType, OptimizerConfig
 from train.grpo import samples_and_metrics
 from train.learner import Learner
@@ -160,8 +160,7 @@ def make_learner(
 def test_a_step_without_a_trained_token_is_no_batch_c01(loss_type: LossType) -> None:
     """Every trajectory cut: nothing is packed, so there is no denominator to be zero."""
     group = make_group([1.0, 0.0, 1.0], [StopReason.TOKEN_BUDGET] * 3)
-    advantages = group_advantages([1.0, 0.0, 1.0], scale_rewards=True)
-    samples = group_samples(group, advantages, mask_truncated=True)
+    samples = group_samples(group, step_advantages(group.trajectories, GrpoConfig()), mask_truncated=True)
     assert {reason for sample in samples for reason in sample.excluded} == {None, Excluded.TRUNCATED}
     assert make_learner(tiny_model(), loss_type).pack(samples) == []
     assert make_learner(tiny_model(), loss_type).pack([]) == []

@@ -16,6 +16,7 @@ from data.rows import SampleBuilder
 from data.types import Excluded, Segment, Source
 from rollouts.types import StopReason
 from tests.train.mask_rows import HOSTILE, changed, ids, pair, plain_ids, samples, trajectory, vocabulary
+from train.config import GrpoConfig
 from train.report.layout import arrange
 from train.report.mask_page import PAGE_LIMITS, render_mask_page
 from train.report.masks import KIND_WORDS, MaskView, sample_view, totals, trajectory_views
@@ -166,22 +167,23 @@ def test_a_trained_tool_token_and_a_missing_reason_are_faults() -> None:
 
 
 def test_trajectories_show_the_mask_that_the_trainer_would_make() -> None:
-    good, bad = trajectory_views(pair(), vocabulary(), mask_truncated=True)
+    good, bad = trajectory_views(pair(), vocabulary(), config=GrpoConfig())
     assert [token.trained for token in good.tokens] == list(samples(pair())[0].loss_mask)
     assert good.facts["reward"] == "1"
     assert bad.facts["ended by"] == "final answer"
     assert all(token.advantage is None for token in good.tokens)
-    dead = trajectory_views([trajectory(0), trajectory(1)], vocabulary(), mask_truncated=True)
+    dead = trajectory_views([trajectory(0), trajectory(1)], vocabulary(), config=GrpoConfig())
     assert totals(dead).trained == 0
     assert set(totals(dead).excluded) == {Excluded.DEAD_GROUP}
     # One attempt alone has no siblings that could make its group dead.
-    assert totals(trajectory_views([trajectory(0)], vocabulary(), mask_truncated=True)).trained > 0
+    assert totals(trajectory_views([trajectory(0)], vocabulary(), config=GrpoConfig())).trained > 0
 
 
 @pytest.mark.parametrize("mask_truncated", [True, False, None])
 def test_trajectories_that_a_limit_cut_are_shown_as_the_run_treats_them(mask_truncated: bool | None) -> None:
     cut = trajectory(1, reward=0.0, stop_reason=StopReason.MAX_TURNS)
-    view = trajectory_views([trajectory(0), cut], vocabulary(), mask_truncated=mask_truncated)[1]
+    config = None if mask_truncated is None else GrpoConfig(mask_truncated_completions=mask_truncated)
+    view = trajectory_views([trajectory(0), cut], vocabulary(), config=config)[1]
     assert (totals([view]).trained > 0) == (mask_truncated is False)
     assert ("default" in KIND_WORDS[view.kind]) == (mask_truncated is None)
     assert any(token.why == "would be trained: the policy sampled it" for token in view.tokens) == any(

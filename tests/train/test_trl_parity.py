@@ -62,9 +62,9 @@ def words(options: dict[str, Any]) -> str:
 def samples_of(engine: str) -> tuple[TrainingSample, ...]:
     """Two live groups. Sampled by the model itself ("exact"), or by one near it, as engines are ("other")."""
     advantages = [
-        advantage or 0.0
+        advantage
         for first in range(0, len(REWARDS), GENERATIONS)
-        for advantage in group_advantages(REWARDS[first : first + GENERATIONS], scale_rewards=True)
+        for advantage in group_advantages(REWARDS[first : first + GENERATIONS])
     ]
     model = moved_model(1, 0.01 if engine == "other" else 0.0)
     samples = []

@@ -15,7 +15,8 @@ from data.types import Excluded, Source, TrainingSample
 from envs.types import Task
 from rollouts.samples import group_samples
 from rollouts.types import Trajectory, TrajectoryGroup
-from train.advantages import group_advantages
+from train.advantages import step_advantages
+from train.config import GrpoConfig
 from train.report.token_text import Part, Shown, Vocabulary
 
 Kind = Literal["packed", "trajectory", "trajectory_without_run", "sft"]
@@ -136,31 +137,30 @@ def sample_view(
 
 
 def trajectory_views(
-    trajectories: Sequence[Trajectory], vocabulary: Vocabulary, *, mask_truncated: bool | None
+    trajectories: Sequence[Trajectory], vocabulary: Vocabulary, *, config: GrpoConfig | None
 ) -> list[MaskView]:
-    """Trajectories with the mask that the trainer would make: the same function makes both.
+    """Trajectories with the mask that the trainer would make: the same functions make both.
 
-    `mask_truncated`: the run's `grpo.mask_truncated_completions`; None: not known, which the kind of the views says.
-    Siblings are found by their group; where they all earned the same, the group is shown as dead. One attempt alone
-    (an evaluation, a trial) is shown as if its group were alive.
+    `config`: the run's; None: not known, which the kind of the views says. Siblings are found by their group; where no
+    turn of it has an advantage, the group is shown as dead. One attempt alone (an evaluation, a trial) is shown as if
+    its group were alive.
     """
-    kind: Kind = "trajectory_without_run" if mask_truncated is None else "trajectory"
+    kind: Kind = "trajectory_without_run" if config is None else "trajectory"
+    config = config or GrpoConfig()
+    # Only zero or not matters here; the sizes are the trainer's business and are not shown.
+    by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
+    advantages = step_advantages(list(by_id.values()), config)
     groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
+    for trajectory in by_id.values():
         groups.setdefault(trajectory.group_id, []).append(trajectory)
     views: dict[str, list[MaskView]] = {}
     for group_id, siblings in groups.items():
-        rewards = [sibling.reward for sibling in siblings]
-        alone = sum(reward is not None for reward in rewards) < 2
-        # Only zero or not matters here; the sizes are the trainer's business and are not shown.
-        advantages = (
-            [None if reward is None else 1.0 for reward in rewards]
-            if alone
-            else group_advantages(rewards, scale_rewards=False)
-        )
+        of_group = {s.trajectory_id: advantages[s.trajectory_id] for s in siblings if s.trajectory_id in advantages}
+        if len(of_group) == 1:
+            of_group = {name: (1.0,) * len(values) for name, values in of_group.items()}
         task = Task(task_id=siblings[0].task_id, prompt="")
         group = TrajectoryGroup(group_id=group_id, task=task, trajectories=tuple(siblings))
-        samples = iter(group_samples(group, advantages, mask_truncated=mask_truncated is not False))
+        samples = iter(group_samples(group, of_group, mask_truncated=config.mask_truncated_completions))
         for sibling in siblings:
             views[sibling.trajectory_id] = [
                 sample_view(next(samples), vocabulary, kind=kind, trajectory=sibling) for _ in sibling.streams

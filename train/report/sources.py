@@ -20,6 +20,7 @@ from data.types import Source, TrainingSample
 from rollouts.config import RendererConfig
 from rollouts.record import read_settings, read_trajectories
 from rollouts.types import Trajectory
+from train.config import GrpoConfig
 from train.report.masks import Kind, MaskView, sample_view, trajectory_views
 from train.report.run_data import grpo_setting
 from train.report.token_text import Vocabulary
@@ -149,7 +150,7 @@ def load_views(path: Path, model: Path | None, *, limit: int, config: Path | Non
     if kind == "trajectories":
         # All of them are needed: whether a group is dead is known from its siblings.
         trajectories = list(read_trajectories(path))
-        views = trajectory_views(trajectories, vocabulary, mask_truncated=_mask_truncated(path))[:limit]
+        views = trajectory_views(trajectories, vocabulary, config=_grpo_config(path))[:limit]
         return Loaded(kind=kind, views=views, rows=len(trajectories))
     return _load_demonstrations(path, model, vocabulary, limit, config or config_of(model))
 
@@ -162,10 +163,15 @@ def trajectories_beside(samples: Path) -> dict[str, Trajectory]:
     return {trajectory.trajectory_id: trajectory for trajectory in read_trajectories(path)}
 
 
-def _mask_truncated(trajectories: Path) -> bool | None:
-    """What the run whose folder holds `trajectories/` does with attempts that a limit cut; None: not known."""
-    value = grpo_setting(trajectories.resolve().parent.parent, "mask_truncated_completions")
-    return value if isinstance(value, bool) else None
+def _grpo_config(trajectories: Path) -> GrpoConfig | None:
+    """What decides, in the run whose folder holds `trajectories/`, which of them are trained; None: not known."""
+    folder = trajectories.resolve().parent.parent
+    keys = ("mask_truncated_completions", "baseline", "discount", "truncation_penalty")
+    found = {key: value for key in keys if (value := grpo_setting(folder, key)) is not None}
+    try:
+        return GrpoConfig.model_validate(found | {"scale_rewards": "none"}) if found else None
+    except ValueError:  # of another version
+        return None
 
 
 def _row_kind(row: TrainingSample) -> Kind:
