@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TIED_HEAD = "lm_head.weight"
 """A model with tied embeddings may name its head or leave it out: it is the embedding."""
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,8 @@ def check_weights_fit(state_dict: Mapping[str, Tensor], facts: ModelFacts) -> di
     Checked before anything is loaded, because vLLM only logs a missing name, and an unknown one stops it halfway.
 
     Raises:
-        EngineError: a name is unknown or missing, or a shape differs.
+        EngineError: a name is unknown or missing, a shape differs, or a head that the model ties to its embeddings has
+            weights of its own: an engine would sample from the embeddings.
     """
     optional = {TIED_HEAD} if facts.tied_head else set()
     unknown = state_dict.keys() - facts.shapes.keys() - optional
@@ -140,7 +142,20 @@ def check_weights_fit(state_dict: Mapping[str, Tensor], facts: ModelFacts) -> di
             f"weights do not fit the model: {len(wrong)} shapes differ, {name} is "
             f"{list(state_dict[name].shape)} and must be {list(facts.shapes[name])}"
         )
+    if facts.tied_head and TIED_HEAD in state_dict:
+        _check_tied(state_dict[TIED_HEAD], wanted)
     return wanted
+
+
+def _check_tied(head: Tensor, weights: Mapping[str, Tensor]) -> None:
+    import torch
+
+    for name, embedding in weights.items():
+        if name.endswith(EMBEDDING) and not (head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)):
+            raise EngineError(
+                f"weights do not fit the model: it ties {TIED_HEAD} to {name}, and they differ; train both as one, or "
+                "save the model with tie_word_embeddings = false and start from that"
+            )
 
 
 def _some(names: set[str], shown: int = 4) -> str:

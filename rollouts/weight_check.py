@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf, isfinite
 
-from rollouts.engine import Engine, EngineError
+from rollouts.engine import Engine, EngineError, SyncReport
 
 _MOVED = 1e-3
 """A trainer whose logprobs moved by so much (nats) must have moved the engine's too, be it by the last bit."""
@@ -38,6 +38,22 @@ class WeightCheck:
     trainer_logprobs: tuple[tuple[float, ...], ...]
     largest_difference: float
     largest_change: float | None
+
+
+def check_pushed(report: SyncReport, *, is_updated: bool) -> None:
+    """See that a sync after an update brought something new: names and shapes may be right and the tensors those that
+    are frozen (verl #7495), and then the engine stays where it was for ever.
+
+    is_updated: whether the trainer's weights were changed since the sync before.
+
+    Raises:
+        WeightSyncError: nothing was sent, or nothing of it had changed.
+    """
+    if report.tensors == 0 or (is_updated and report.changed == 0):
+        raise WeightSyncError(
+            f"none of the {report.tensors} tensors that were synced has changed, and the trainer made an update: the "
+            "wrong ones were exported (the frozen weights beside an adapter?), or the optimizer has none that it trains"
+        )
 
 
 async def check_weights(

@@ -16,7 +16,7 @@ from train.learner import Learner
 VOCABULARY = 97
 
 
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(seed: int = 0, *, tie_word_embeddings: bool = True) -> LlamaForCausalLM:
     """A random two-layer model in float32; its distributions are far from flat."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -27,7 +27,7 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tie_word_embeddings,
         initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=3,

@@ -28,7 +28,7 @@ from data.rows import write_samples
 from data.types import TrainingSample
 from envs.types import Task
 from rollouts.config import ScheduleConfig
-from rollouts.engine import Engine
+from rollouts.engine import Engine, SyncReport
 from rollouts.outage import OutageError
 from rollouts.record import write_trajectories
 from rollouts.runner import Runner
@@ -37,7 +37,7 @@ from rollouts.scheduler import Scheduler, ScheduleStatus
 from rollouts.summary import summarise
 from rollouts.tally import Tally
 from rollouts.types import Trajectory, TrajectoryGroup
-from rollouts.weight_check import WeightCheck, check_weights
+from rollouts.weight_check import WeightCheck, check_pushed, check_weights
 from train.advantages import advantage_metrics, is_dead, step_advantages
 from train.checkpoint import save_checkpoint, save_final
 from train.config import CheckpointConfig, GrpoConfig
@@ -132,7 +132,9 @@ class GrpoRun:
         self.learner.end_step()
         updated = time.perf_counter()
         if updates and self.sampling is not None:
-            await self._sync(self.sampling, step)
+            is_updated = row.get("grad_norm", 0) > 0 and row.get("learning_rate", 0) > 0
+            report = await self._sync(self.sampling, step, is_updated=is_updated)
+            row |= {"sync/caches_dropped": report.caches_dropped, "sync/requests_running": report.requests_running}
         row |= {
             "time/rollout_s": sampled - started,
             "time/update_s": updated - sampled,
@@ -239,12 +241,14 @@ class GrpoRun:
         yield
         await self.sampling.engine.wake()
 
-    async def _sync(self, sampling: Sampling, version: int) -> None:
+    async def _sync(self, sampling: Sampling, version: int, *, is_updated: bool = False) -> SyncReport:
         """Give the trainer's weights to the engine, and check that they arrived."""
-        await sampling.engine.load_weights(full_state_dict(self.learner.model), version)
+        report = await sampling.engine.load_weights(full_state_dict(self.learner.model), version)
+        check_pushed(report, is_updated=is_updated)
         self.last_check = await check_weights(
             sampling.engine, self.learner.score, sampling.probes, self.config.sync_tolerance, self.last_check
         )
+        return report
 
     def _finish_step(self, step: int, row: dict[str, Any], feed: GroupFeed | None) -> None:
         if self.log is None or feed is None:

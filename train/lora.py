@@ -7,6 +7,7 @@ full weights under the ordinary names; the trainer's own tensors are never merge
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -18,6 +19,8 @@ from train.config import LoraSettings
 from train.model import load_model
 
 _ADAPTER = "default"
+_AROUND = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+"""What torch calls a module inside a wrapper of its own: checkpointing, compiling, sharding."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> PreTrainedModel:
@@ -60,24 +63,75 @@ def load_trained(path: str, *, dtype: str, lora: LoraSettings, device: torch.dev
 
 
 @torch.no_grad()
-def full_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Every weight under its Hugging Face name, adapters merged into copies; the model itself is not touched."""
-    layers: Mapping[str, LoraLayer] = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
-    if not layers:
-        return model.state_dict()
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Every weight under its Hugging Face name, adapters merged into copies; the model itself is not touched.
+
+    It takes the model with all that may be around it and in it: PEFT's wrapper, its `base_layer` and `modules_to_save`,
+    checkpointing, compiling, `DistributedDataParallel`. What has no such name afterwards keeps the one it has, and an
+    engine refuses it.
+
+    Raises:
+        ValueError: an adapter is more than low-rank matrices (DoRA, a bias of its own), or two tensors end with one
+            name.
+    """
+    modules = {plain_name(name): module for name, module in model.named_modules()}
     full: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        layer_name, _, rest = name.partition(".base_layer.")
-        if layer_name in layers and rest == "weight":
-            merged: Tensor = tensor + layers[layer_name].get_delta_weight(_ADAPTER)  # type: ignore[operator]
-            full[f"{layer_name}.weight"] = merged.to(tensor.dtype)
-        elif layer_name in layers and rest:
-            full[f"{layer_name}.{rest}"] = tensor
-        elif ".lora_" not in name:
-            full[name] = tensor
+        found = _full_weight(plain_name(name), tensor, modules)
+        if found is None:
+            continue
+        if found[0] in full:
+            raise ValueError(f"two tensors of the model are its {found[0]}, {name} is one: which is to be synced?")
+        full[found[0]] = found[1]
     return full
+
+
+def plain_name(name: str) -> str:
+    """A tensor's or a module's name without what is only around it.
+
+    >>> plain_name("module.base_model.model.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _AROUND]
+    if parts[:1] == ["module"]:
+        parts = parts[1:]
+    return ".".join(parts[2:] if parts[:2] == ["base_model", "model"] else parts)
+
+
+def _full_weight(name: str, tensor: Tensor, modules: Mapping[str, nn.Module]) -> tuple[str, Tensor] | None:
+    """The Hugging Face name and the value of one tensor; None where it is part of another, or not in use."""
+    owner, _, rest = name.partition(".base_layer.")
+    if rest and isinstance(layer := modules.get(owner), LoraLayer):
+        return f"{owner}.{rest}", _merged(owner, layer, tensor) if rest == "weight" else tensor
+    owner, _, rest = name.partition(".modules_to_save.")
+    if rest:
+        adapter, _, rest = rest.partition(".")
+        return (f"{owner}.{rest}", tensor) if adapter in _active(modules[owner]) else None
+    owner, _, rest = name.partition(".original_module.")
+    if rest:
+        copies: Any = getattr(modules[owner], "modules_to_save", {})
+        return None if any(adapter in copies for adapter in _active(modules[owner])) else (f"{owner}.{rest}", tensor)
+    owner, _, rest = name.partition(".lora_")
+    if rest and isinstance(modules.get(owner), LoraLayer):
+        return None
+    return name, tensor
+
+
+def _merged(name: str, layer: LoraLayer, weight: Tensor) -> Tensor:
+    if layer.merged:
+        return weight
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_variant or layer.lora_bias.get(adapter):
+            raise ValueError(f"lora: the adapter {adapter!r} of {name} is more than low-rank matrices; use plain LoRA")
+        if adapter in layer.scaling:
+            weight = (weight + layer.get_delta_weight(adapter)).to(weight.dtype)  # type: ignore[operator]
+    return weight
+
+
+def _active(module: Any) -> list[str]:
+    """The adapters in use, of PEFT's wrapper of a whole module."""
+    active = module.active_adapters
+    return [active] if isinstance(active, str) else list(active)
 
 
 def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.engine import SyncReport
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.engine_transformers import TransformersEngine, score_tokens
 from rollouts.engine_vllm import VllmEngine
 from rollouts.engine_vllm_start import VllmOptions
-from rollouts.weight_check import WeightCheck, WeightSyncError, check_weights
+from rollouts.weight_check import WeightCheck, WeightSyncError, check_pushed, check_weights
 from tests.requirements import require
 from tests.rollouts.tiny_llama import make_llama, save_llama, some_prompt
 
@@ -25,6 +26,19 @@ def check(
 ) -> WeightCheck:
     engine = ScriptedEngine([], logprobs=lambda ids: engine_says, policy_version=7)
     return asyncio.run(check_weights(engine, lambda ids: trainer_says, [[1, 2, 3]], 0.01, previous))
+
+
+def test_case_c09_a_sync_after_an_update_must_bring_something_new() -> None:
+    def report(tensors: int, changed: int | None) -> SyncReport:
+        return SyncReport(tensors=tensors, changed=changed, caches_dropped=1, requests_running=0)
+
+    check_pushed(report(20, None), is_updated=True)  # the first one
+    check_pushed(report(20, 1), is_updated=True)
+    check_pushed(report(20, 0), is_updated=False)  # such as a learning rate that starts at 0
+    with pytest.raises(WeightSyncError, match="none of the 20 tensors that were synced has changed"):
+        check_pushed(report(20, 0), is_updated=True)
+    with pytest.raises(WeightSyncError, match="none of the 0 tensors"):
+        check_pushed(report(0, None), is_updated=False)
 
 
 def test_two_sides_that_agree_pass() -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from rollouts.engine import EngineError
+from rollouts.engine_checks import check_weights_fit, read_model_facts
 from tests.random_samples import random_samples, tiny_learner, tiny_model
 from train.checkpoint import save_checkpoint
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
@@ -49,6 +55,59 @@ def test_c10_making_full_weights_changes_nothing_and_repeats() -> None:
     first, second = full_state_dict(model), full_state_dict(model)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def wrapped(model: PreTrainedModel, **changed: Any) -> nn.Module:
+    """The model with all that people put around it: PEFT, checkpointing, compiling."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **changed)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    peft = get_peft_model(model, config)
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(peft.named_parameters()):
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.copy_(torch.full_like(parameter, 0.01 * (number + 1)))
+    layers: Any = peft.get_submodule("base_model.model.model.layers")
+    layers[0] = checkpoint_wrapper(layers[0])
+    layers[1] = torch.compile(layers[1], backend="eager")
+    return peft
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["norm"]}, {"bias": "all"}], ids=str
+)
+def test_case_c11_whatever_is_around_the_model_every_weight_has_its_own_name(changed: dict[str, Any]) -> None:
+    plain = tiny_model(tie_word_embeddings=False).eval()
+    names = plain.state_dict().keys()
+    model = wrapped(tiny_model(tie_word_embeddings=False), **changed).eval()
+    full = full_state_dict(model)
+    assert full.keys() == names
+    plain.load_state_dict(full)
+    ids = torch.tensor([IDS])
+    torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(full["model.layers.0.mlp.down_proj.weight"], full["model.layers.1.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize("changed", [{"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_case_c11_a_tied_head_that_was_trained_alone_is_an_error(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """The engine would go on sampling from the embeddings, and nothing would say so."""
+    tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path)
+    full = full_state_dict(wrapped(tiny_model(tie_word_embeddings=True), **changed))
+    with pytest.raises(EngineError, match=r"it ties lm_head\.weight to model\.embed_tokens\.weight, and they differ"):
+        check_weights_fit(full, read_model_facts(tmp_path))
+
+
+def test_case_c11_what_is_more_than_low_rank_matrices_is_an_error() -> None:
+    with pytest.raises(ValueError, match="more than low-rank matrices"):
+        full_state_dict(wrapped(tiny_model(), use_dora=True))
+
+
+def test_case_c11_what_no_wrapper_is_known_for_stays_and_is_refused(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    odd = nn.Module()
+    odd.inner = tiny_model()
+    with pytest.raises(EngineError, match=r"unknown names inner\."):
+        check_weights_fit(full_state_dict(odd), read_model_facts(tmp_path))
 
 
 def test_a_checkpoint_is_an_ordinary_model_and_the_run_continues_from_it(tmp_path: Path) -> None:
