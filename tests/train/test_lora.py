@@ -17,6 +17,7 @@ from rollouts.engine_checks import check_weights_fit, read_model_facts
 from tests.random_samples import random_samples, tiny_learner, tiny_model
 from train.checkpoint import save_checkpoint
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
+from train.group_feed import FeedState
 from train.learner import Learner
 from train.lora import add_lora, full_state_dict, load_trained
 from train.model import score
@@ -113,7 +114,8 @@ def test_case_c11_what_no_wrapper_is_known_for_stays_and_is_refused(tmp_path: Pa
 def test_a_checkpoint_is_an_ordinary_model_and_the_run_continues_from_it(tmp_path: Path) -> None:
     learner = trained()
     tokenizer = AutoTokenizer.from_pretrained("models/embedded")
-    path = save_checkpoint(tmp_path, 2, model=learner.model, tokenizer=tokenizer, state=learner.state(), keep=1)
+    state = learner.state()
+    path = save_checkpoint(tmp_path, 2, model=learner.model, tokenizer=tokenizer, state=state, feed=FeedState(), keep=1)
     expected = score(learner.model.eval(), IDS)
     torch.testing.assert_close(score(AutoModelForCausalLM.from_pretrained(path), IDS), expected, atol=1e-5, rtol=1e-5)
     again = trained()
