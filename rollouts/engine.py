@@ -165,6 +165,11 @@ class RecordingEngine(EngineInFront):
         super().__init__(engine)
         self._ledger = ledger
 
+    @property
+    def unrecorded(self) -> Engine:
+        """The engine itself, for what will never be trained on."""
+        return self._engine
+
     async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         completion = await super().generate(completion_id, prompt_ids, params)
         if not all(map(math.isfinite, completion.logprobs)):

@@ -25,7 +25,7 @@ from rollouts.open_engine import open_engine
 from rollouts.runner import Runner
 from scripts.bench_resume_env import EvenLength
 from train.checkpoint import latest_checkpoint, load_feed, load_state
-from train.config import CheckpointConfig, GrpoConfig, OptimizerConfig
+from train.config import CheckpointConfig, GrpoConfig, HeldOutConfig, OptimizerConfig
 from train.group_feed import FeedState
 from train.grpo import GrpoRun, Sampling
 from train.learner import Learner
@@ -50,7 +50,7 @@ def save_small_model(folder: Path, tokenizer_of: str = "models/embedded") -> Pat
         tie_word_embeddings=True,
         initializer_range=0.2,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=cast(int, tokenizer.eos_token_id),
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -73,6 +73,7 @@ async def small_run(
     env: Env | None = None,
     max_staleness: int = 0,
     run: Publisher | None = None,
+    evaluation: HeldOutConfig | None = None,
 ) -> None:
     """`run` is what steps are published to."""
     env = env or EvenLength()
@@ -120,6 +121,7 @@ async def small_run(
             probes=[[5, 9, 40, 70, 11, 30]],
             schedule=ScheduleConfig(max_trajectories=8),
             sleeps=max_staleness == 0,
+            held_out=env.tasks("heldout", 3, 0),
         )
         log = MetricsLog(folder, start_after=start_after, run=run)
     accelerator = Accelerator(cpu=True)
@@ -138,6 +140,7 @@ async def small_run(
         seed=SEED,
         config=config,
         checkpoints=CheckpointConfig(save_steps=2, save_total_limit=2),
+        evaluation=evaluation or HeldOutConfig(),
         tasks=env.tasks("train", config.num_tasks, SEED),
         accelerator=accelerator,
         learner=learner,

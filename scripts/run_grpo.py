@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
 from data.ledger import Ledger
+from envs.types import Task
 from rollouts.runner import Runner
 from rollouts.scheduler import ScheduleStatus
 from rollouts.tally import Tally
@@ -94,6 +95,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
                 probes=_probes(runner),
                 schedule=settings.rollout.schedule,
                 sleeps=settings.grpo.vllm_enable_sleep_mode,
+                held_out=_held_out(settings),
             )
             wandb_run = start_wandb(folder, settings.wandb, resolved(settings))
             log = MetricsLog(folder, start_after=start_after, run=wandb_run)
@@ -140,6 +142,7 @@ async def _train(
             seed=settings.seed,
             config=grpo,
             checkpoints=settings.checkpoint,
+            evaluation=settings.evaluation,
             tasks=open_env(settings.rollout.env).tasks("train", grpo.num_tasks, settings.seed),
             accelerator=accelerator,
             learner=learner,
@@ -154,15 +157,22 @@ async def _train(
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
     """One line for each step, for a log and for the terminal."""
-    seconds = row["time/rollout_s"] + row["time/update_s"] + row["time/sync_s"]
+    seconds = sum(value for name, value in row.items() if name.startswith("time/"))
     update = f"entropy {row['entropy']:.2f}, " if "entropy" in row else "no group with signal, no update, "
+    evaluated = f", held-out success {100 * row['eval/success']:.1f} %" if "eval/success" in row else ""
     failed = f", {row['trajectories/failed']:.0f} failed" if row["trajectories/failed"] else ""
     forged = f", {row['control_tokens/forged']} forged control tokens" if row["control_tokens/forged"] else ""
     return (
         f"step {row['step']}/{max_steps}: reward {row['reward/mean']:.2f}, length {row['length/mean']:.0f}, {update}"
         f"{row['tokens/trained']} of {row['tokens/total']} tokens trained, "
-        f"{100 * row['groups/dead']:.0f} % dead groups{failed}{forged}, {seconds:.1f} s"
+        f"{100 * row['groups/dead']:.0f} % dead groups{failed}{forged}{evaluated}, {seconds:.1f} s"
     )
+
+
+def _held_out(settings: GrpoSettings) -> list[Task]:
+    """The same whatever the seed of the run, so that runs can be compared."""
+    count = settings.evaluation.num_tasks if settings.evaluation.eval_steps else 0
+    return open_env(settings.rollout.env).tasks("heldout", count, 0) if count else []
 
 
 def _probes(runner: Runner) -> list[list[int]]:

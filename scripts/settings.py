@@ -29,6 +29,7 @@ from rollouts.config import EnvConfig, EvalConfig, RendererConfig, RolloutConfig
 from train.config import (
     CheckpointConfig,
     GrpoConfig,
+    HeldOutConfig,
     LoraSettings,
     OptimizerConfig,
     SftConfig,
@@ -110,6 +111,7 @@ class GrpoSettings(Settings):
     lora: LoraSettings = LoraSettings()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: HeldOutConfig = HeldOutConfig()
     wandb: WandbConfig = WandbConfig()
     dry_run: CliToggleFlag[bool] = Field(
         default=False, exclude=True, validation_alias=AliasChoices("dry_run", "dry-run")
@@ -174,6 +176,7 @@ def resolved(settings: Settings) -> dict[str, Any]:
 
 MAY_CHANGE = (
     "checkpoint.",
+    "evaluation.",
     "wandb.",
     "grpo.max_micro_batch_tokens",
     "grpo.gradient_checkpointing",

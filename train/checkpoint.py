@@ -7,6 +7,7 @@ Seeds are made from the run's seed and the completion's id, so there is no rando
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from train.lora import full_state_dict
 
 _STATE = "trainer_state.pt"
 _FEED = "groups.jsonl"
+_SUCCESS = "held_out.json"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -44,10 +46,7 @@ def save_checkpoint(
     """Write the checkpoint of `step` beside the others, move it into place, and remove all but the newest `keep`."""
     final = checkpoint_path(folder, step)
     temporary = folder / f".{final.name}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    model.save_pretrained(temporary, state_dict=full_state_dict(model))
-    tokenizer.save_pretrained(temporary)
+    _save_model(temporary, model, tokenizer)
     write_feed_state(temporary / _FEED, feed)
     torch.save(state, temporary / _STATE)
     shutil.rmtree(final, ignore_errors=True)
@@ -59,12 +58,33 @@ def save_checkpoint(
 
 def save_final(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Write a finished run's model to `folder/final`, in one move: when it is there, the run has finished."""
-    final, temporary = folder / "final", folder / ".final.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, state_dict=full_state_dict(model))
-    tokenizer.save_pretrained(temporary)
-    temporary.rename(final)
-    return final
+    temporary = folder / ".final.partial"
+    _save_model(temporary, model, tokenizer)
+    return temporary.rename(folder / "final")
+
+
+def is_best(folder: Path, success: float) -> bool:
+    """Whether the model in `folder/best` is worse than this."""
+    path = folder / "best" / _SUCCESS
+    return not path.exists() or success > json.loads(path.read_text())["success"]
+
+
+def save_best(
+    folder: Path, step: int, success: float, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Path:
+    """Write the best model so far to `folder/best`, with its step and held-out success beside the weights. A kill in
+    the middle leaves none, and the next evaluation writes it."""
+    temporary, final = folder / ".best.partial", folder / "best"
+    _save_model(temporary, model, tokenizer)
+    (temporary / _SUCCESS).write_text(json.dumps({"step": step, "success": success}) + "\n")
+    shutil.rmtree(final, ignore_errors=True)
+    return temporary.rename(final)
+
+
+def _save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, state_dict=full_state_dict(model))
+    tokenizer.save_pretrained(folder)
 
 
 def load_feed(checkpoint: Path) -> FeedState:

@@ -204,6 +204,17 @@ class GrpoConfig(Section):
         return self
 
 
+class HeldOutConfig(Section):
+    """Evaluation while a run goes on. The weights of the best one so far are kept in `best/`."""
+
+    eval_steps: int = Field(default=0, ge=0)
+    """Evaluate after every so many steps, and after the last one; 0: never."""
+    num_tasks: int = Field(default=64, ge=1)
+    """Held-out tasks, the same each time."""
+    attempts: int = Field(default=1, ge=1)
+    """At each task."""
+
+
 class SftConfig(Section):
     """The warm start."""
 

@@ -39,9 +39,10 @@ from rollouts.tally import Tally
 from rollouts.types import Trajectory, TrajectoryGroup
 from rollouts.weight_check import WeightCheck, check_pushed, check_weights
 from train.advantages import advantage_metrics, is_dead, step_advantages
-from train.checkpoint import save_checkpoint, save_final
-from train.config import CheckpointConfig, GrpoConfig
+from train.checkpoint import is_best, save_best, save_checkpoint, save_final
+from train.config import CheckpointConfig, GrpoConfig, HeldOutConfig
 from train.group_feed import FeedState, GroupFeed, StepGroups
+from train.held_out import evaluate_held_out, metrics_of
 from train.learner import Learner
 from train.lora import full_state_dict
 from train.metrics import MetricsLog
@@ -56,7 +57,7 @@ _GO_ON = "start the same command again to go on from the last checkpoint"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """What process 0 samples with. `probes` are fixed token ids on which engine and trainer must agree; `sleeps`: the
-    engine gives its memory to the trainer during updates."""
+    engine gives its memory to the trainer during updates. `held_out` tasks are what evaluations attempt."""
 
     runner: Runner
     engine: Engine
@@ -64,6 +65,7 @@ class Sampling:
     probes: Sequence[Sequence[int]]
     schedule: ScheduleConfig
     sleeps: bool = False
+    held_out: Sequence[Task] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class GrpoRun:
     seed: int
     config: GrpoConfig
     checkpoints: CheckpointConfig
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     tasks: Sequence[Task]
     accelerator: Accelerator
     learner: Learner
@@ -104,6 +107,8 @@ class GrpoRun:
             GateError: a batch was not what the policy sampled; it is in `gate_violation.jsonl`, nothing was trained.
             WeightSyncError: engine and trainer disagree after a sync.
         """
+        if self.log is not None:
+            self.log.publish()  # a run may have been killed between its checkpoint and this
         async with AsyncExitStack() as stack:
             # One thread, so that what belongs to a thread (CUDA's device, the order of collectives) stays the same.
             self._thread = stack.enter_context(
@@ -135,11 +140,15 @@ class GrpoRun:
             is_updated = row.get("grad_norm", 0) > 0 and row.get("learning_rate", 0) > 0
             report = await self._sync(self.sampling, step, is_updated=is_updated)
             row |= {"sync/caches_dropped": report.caches_dropped, "sync/requests_running": report.requests_running}
+        synced = time.perf_counter()
         row |= {
             "time/rollout_s": sampled - started,
             "time/update_s": updated - sampled,
-            "time/sync_s": time.perf_counter() - updated,
+            "time/sync_s": synced - updated,
         }
+        if self.sampling is not None and self._is_evaluated(step):
+            row |= await self._evaluate(self.sampling, step)
+            row["time/eval_s"] = time.perf_counter() - synced
         if self.last_check is not None:
             row["sync/logprob_gap_max"] = self.last_check.largest_difference
         return row
@@ -249,6 +258,21 @@ class GrpoRun:
             sampling.engine, self.learner.score, sampling.probes, self.config.sync_tolerance, self.last_check
         )
         return report
+
+    def _is_evaluated(self, step: int) -> bool:
+        every = self.evaluation.eval_steps
+        return every > 0 and (step % every == 0 or step == self.config.max_steps)
+
+    async def _evaluate(self, sampling: Sampling, step: int) -> dict[str, float]:
+        """Attempt the held-out tasks; weights that are better than all before are kept."""
+        attempts = self.evaluation.attempts
+        result = await evaluate_held_out(
+            sampling.runner, sampling.held_out, step=step, attempts=attempts, schedule=sampling.schedule
+        )
+        if is_best(self.folder, result.success):
+            model, tokenizer = self.learner.model, self.tokenizer
+            save_best(self.folder, step, result.success, model=model, tokenizer=tokenizer)
+        return metrics_of(result)
 
     def _finish_step(self, step: int, row: dict[str, Any], feed: GroupFeed | None) -> None:
         if self.log is None or feed is None:

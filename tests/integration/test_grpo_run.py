@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from envs.types import Task
 from scripts.bench_resume_env import EvenLength
 from scripts.bench_resume_run import save_small_model, small_run
 from tests.requirements import require
+from train.config import HeldOutConfig
 from train.metrics import read_metrics
 
 STEPS = 6
@@ -95,3 +97,19 @@ def test_a_step_that_is_lost_as_a_whole_ends_the_run(model: Path, tmp_path: Path
         asyncio.run(small_run(str(model), tmp_path, "transformers", STEPS, env=Ungradable()))
     assert not (tmp_path / "final").exists()
     assert (tmp_path / "trajectories" / "step-000001.jsonl").exists()
+
+
+def test_a_run_is_evaluated_on_held_out_tasks_and_keeps_the_best_weights(model: Path, tmp_path: Path) -> None:
+    config = HeldOutConfig(eval_steps=2, attempts=4)
+    asyncio.run(small_run(str(model), tmp_path, "transformers", 4, max_staleness=1, evaluation=config))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    successes = {row["step"]: row["eval/success"] for row in rows if "eval/success" in row}
+    assert successes.keys() == {2, 4}
+    best = json.loads((tmp_path / "best" / "held_out.json").read_text())
+    assert best["success"] == max(successes.values()) == successes[best["step"]]
+    saved = load_file(tmp_path / "best" / "model.safetensors")
+    expected = load_file(tmp_path / "checkpoints" / f"step-{best['step']:06d}" / "model.safetensors")
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert all(row["staleness/max"] <= 1 for row in rows)
+    names = [completion.completion_id for completion in read_ledger(tmp_path / "ledger" / "completions.jsonl")]
+    assert all(name.startswith("group-") for name in names), "what was sampled for an evaluation is never trained"
