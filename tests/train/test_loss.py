@@ -188,6 +188,38 @@ def test_a_cut_trajectory_is_in_no_count_a29() -> None:
     assert batch.loss_weights.sum().item() == pytest.approx(1.0)
 
 
+def test_what_a_trajectory_ended_with_decides_and_no_token_id_c31() -> None:
+    """The second was cut and the others were not, whatever ids they end with: the model's stop id, or another."""
+    group = make_group([1.0, 0.0, 1.0], [StopReason.FINAL_ANSWER, StopReason.TURN_TOKENS, StopReason.FINAL_ANSWER])
+    samples, metrics = samples_and_metrics([group], GrpoConfig(mask_truncated_completions=True))
+    assert [any(sample.loss_mask) for sample in samples] == [True, False, True]
+    assert sample_weights(samples, "dapo") == [1 / 8, 0.0, 1 / 8]
+    stopped = [replace(sample, token_ids=(*sample.token_ids[:-1], 3)) for sample in samples]
+    assert sample_weights(stopped, "dapo") == [1 / 8, 0.0, 1 / 8]
+    assert metrics["tokens/excluded/truncated"] == 4
+
+
+def test_a_token_that_a_template_put_in_has_no_ratio_c32() -> None:
+    """It has a logprob of 0 for want of one; trained, its ratio would be its probability."""
+    builder = SampleBuilder("t")
+    builder.add_context(Segment(source=Source.PROMPT, token_ids=(9, 10)))
+    segment = Segment(
+        source=Source.MODEL, token_ids=(11, 12), completion_id="t/0", logprobs=(-4.5, -4.5), policy_version=(0, 0)
+    )
+    builder.add_sampled(segment, advantage=1.0, excluded=None)
+    builder.add_context(Segment(source=Source.TEMPLATE, token_ids=(3,)))
+    sample = builder.build()
+    assert sample_weights([sample], "dapo") == [1 / 2]
+    learner = make_learner(tiny_model())
+    (batch,) = learner.pack([sample])
+    assert batch.sampled_logprobs[batch.loss_mask].tolist() == [-4.5, -4.5]
+    metrics = learner.gradient([batch])
+    expected = gradients(learner.model)
+    (longer,) = learner.pack([replace(sample, sampled_logprobs=(0.0, 0.0, -4.5, -4.5, -7.0))])
+    assert learner.gradient([longer]) == metrics
+    assert_same(gradients(learner.model), expected)
+
+
 @no_clock
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), loss_type=st.sampled_from(SUMMING_TO_ONE))
 def test_the_weights_of_a_step_sum_to_one(lengths: list[int], loss_type: LossType) -> None:
