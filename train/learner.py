@@ -22,7 +22,7 @@ from data.types import TrainingSample
 from train.config import GrpoConfig, OptimizerConfig
 from train.lora import adapter_state
 from train.loss import TrainedTokens, policy_loss, sample_weights
-from train.loss_metrics import SUMS, LossTerms, loss_metrics, mean_metrics, peaks
+from train.loss_metrics import SUMS, LossTerms, loss_metrics, mean_metrics, peaks, worst_peaks
 from train.model import computing, disable_dropout, score, trained_logprobs
 from train.reference import check_reference, reference_model
 
@@ -104,8 +104,7 @@ class Learner:
         self._sum_over_processes()
         largest = peaks(found)
         if self._accelerator.num_processes > 1:
-            everyone = gather_object([largest])
-            largest = [max(column) for column in zip(*everyone, strict=True)]
+            largest = worst_peaks(gather_object([largest]))
         return loss_metrics(self._sum(sums).tolist(), largest, self._config)
 
     def _tokens(self, batch: MicroBatch, old: Tensor | None) -> TrainedTokens:
@@ -144,7 +143,11 @@ class Learner:
         metrics = self.gradient(batches, old)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if not torch.isfinite(norm):
-            raise ValueError(f"the gradient norm is {norm.item()}; nothing was updated")
+            gap, token = metrics["logprob_gap/max"], metrics["logprob_gap/max_token"]
+            raise ValueError(
+                f"the gradient norm is {norm.item()}; nothing was updated. Engine and trainer differ most on the token "
+                f"{token}, by {gap:.3g} nats"
+            )
         metrics["learning_rate"] = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
         return metrics | {"grad_norm": norm.item()}

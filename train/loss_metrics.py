@@ -3,6 +3,7 @@ divided once, at the end: no split changes a metric."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,9 +124,19 @@ def peaks(found: Sequence[tuple[LossTerms, MicroBatch]]) -> list[tuple[float, st
     best = [(0.0, "")] * len(MAXIMA)
     for terms, batch in found:
         for number, (value, index) in enumerate(zip(terms.maxima.tolist(), terms.where.tolist(), strict=True)):
-            if value > best[number][0] or value != value:  # NaN: nothing is worse
+            if _rank((value, "")) > _rank(best[number]):
                 best[number] = (value, name_token(batch, index))
     return best
+
+
+def worst_peaks(found: Sequence[Sequence[tuple[float, str]]]) -> list[tuple[float, str]]:
+    """The `peaks` of all processes in one."""
+    return [max(column, key=_rank) for column in zip(*found, strict=True)]
+
+
+def _rank(peak: tuple[float, str]) -> tuple[bool, float]:
+    """NaN is worse than any number."""
+    return math.isnan(peak[0]), peak[0]
 
 
 def mean_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -248,8 +248,12 @@ def test_a_ratio_out_of_all_bounds_is_finite_and_shown_c20(where: str, differenc
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0])
 def test_a_ratio_out_of_all_bounds_has_no_gradient_c20(advantage: float, log_ratio: float) -> None:
-    tokens = make_tokens([-1.0 + log_ratio, -1.0], old_logprobs=[-1.0, -1.0], advantages=[advantage] * 2)
+    """Nor does the penalty, which is weighed by the ratio, give it one."""
+    columns: dict[str, Any] = {"old_logprobs": [-1.0, -1.0], "advantages": [advantage] * 2}
+    tokens = make_tokens([-1.0 + log_ratio, -1.0], **columns)
     assert loss_and_gradient(tokens, GrpoConfig())[1] == [0.0, -advantage]
+    tokens = make_tokens([-1.0 + log_ratio, -1.0], **columns, ref_logprobs=[-2.0, -1.0])
+    assert loss_and_gradient(tokens, GrpoConfig(beta=0.1))[1] == [0.0, -advantage]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

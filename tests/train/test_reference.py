@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,17 +168,18 @@ def test_the_ratios_of_a_step_are_to_the_policy_before_its_first_update() -> Non
         assert torch.equal(ours, theirs)
 
 
-def test_the_metrics_name_the_token_that_is_furthest_off_c20() -> None:
+@pytest.mark.parametrize("logprob", [-100.0, float("nan")])
+def test_the_metrics_name_the_token_that_is_furthest_off_c20(logprob: float) -> None:
     rows = samples(1.0)
     learner = make_learner(ALL_WEIGHTS, beta=0.1)
     sample = rows[7]
     position = [place for place, trained in enumerate(sample.loss_mask) if trained][3]
     logprobs = list(sample.sampled_logprobs)
-    logprobs[position] = -100.0
+    logprobs[position] = logprob
     rows[7] = replace(sample, sampled_logprobs=tuple(logprobs))
     batches = learner.pack(rows)
     assert len(batches) > 1
     metrics = learner.gradient(batches)
-    assert metrics["logprob_gap/max"] > 80
+    assert metrics["logprob_gap/max"] > 80 or math.isnan(logprob)
     completion = sample.completion_ids[sample.completion_index[position]]
     assert metrics["logprob_gap/max_token"] == f"t7: {completion}[{sample.completion_position[position]}]"
