@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Writing = Literal["json", "arg_key", "parameter", "dsml"]
-"""How a call's arguments are written: as JSON, or between tags (`arg_key`: as GLM's, `parameter`: MiniMax's, `dsml`:
-DeepSeek V4's)."""
+Writing = Literal["json", "envelope", "arg_key", "parameter", "dsml"]
+"""How a call's arguments are written: as JSON (`envelope`: with the name in it), or between tags (`arg_key`: as GLM's,
+`parameter`: MiniMax's, `dsml`: DeepSeek V4's)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ FAMILIES: Mapping[str, Family] = {
     "laguna-m.1": _LAGUNA,
     "laguna-xs-2.1": Family(writing="arg_key", switch="enable_thinking"),
     "laguna-s-2.1": Family(writing="arg_key", switch="enable_thinking"),
-    "inkling": Family(named_results=True),
+    "inkling": Family(writing="envelope", named_results=True),
 }
 
 REFUSED: Mapping[str, str] = {

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from data.families import Writing
 from data.jsonl import plain_json
 from data.tool_formats.base import CallError
-from data.tool_formats.json_calls import read_json
-from data.tool_formats.turn import Malformed, shown
+from data.tool_formats.json_calls import as_call, read_json
+from data.tool_formats.turn import Bad, Malformed, shown, skip_blank
 from data.tool_formats.values import NotGiven, typed, whole_numbers
 from envs.types import ToolCall, ToolSpec
 
@@ -34,24 +34,30 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """How an argument stands between tags: what begins one, and a pattern of all of it."""
+    """How a call is written with tags: what stands before its arguments, what tag no value can hold, and a pattern of
+    all of an argument."""
 
-    begin: str
+    head: re.Pattern[str]
+    tag: re.Pattern[str]
     pair: re.Pattern[str]
 
 
 _TAGS: Mapping[Writing, _Tags] = {
     "arg_key": _Tags(
-        "<arg_key",
+        re.compile(r"[^<]*(?:<tool_sep[^<>]*>)?"),
+        re.compile(r"</?arg_(?:key|value)"),
         re.compile(
-            r"<arg_key[^<>]*>(?P<key>.*?)</arg_key[^<>]*>\s*<arg_value[^<>]*>(?P<text>.*?)</arg_value[^<>]*>", re.S
+            r"<arg_key[^<>]*>(?P<key>[^<]*)</arg_key[^<>]*>\s*<arg_value[^<>]*>(?P<text>.*?)</arg_value[^<>]*>", re.S
         ),
     ),
     "parameter": _Tags(
-        "<parameter name=", re.compile(r'<parameter name="(?P<key>[^"]+)">(?P<text>.*?)</parameter>', re.S)
+        re.compile(r'<invoke name="[^"]+">'),
+        re.compile(r"<parameter name="),
+        re.compile(r'<parameter name="(?P<key>[^"]+)">(?P<text>.*?)</parameter>', re.S),
     ),
     "dsml": _Tags(
-        "<｜DSML｜parameter name=",
+        re.compile(r'<｜DSML｜invoke name="[^"]+">'),
+        re.compile(r"<｜DSML｜parameter name="),
         re.compile(
             r'<｜DSML｜parameter name="(?P<key>.*?)" string="(?P<string>true|false)">(?P<text>.*?)</｜DSML｜parameter>',
             re.S,
@@ -61,6 +67,8 @@ _TAGS: Mapping[Writing, _Tags] = {
 # Tags and JSON in the place of a name are calls of other formats.
 _NO_NAME = re.compile(r"[<{\n]")
 _ENDS = ("", "</invoke>", "</｜DSML｜invoke>")
+# What DeepSeek and Kimi write before the JSON object, around the tool's name.
+_JSON_HEAD = r"\s*(?:\w+<[|｜][^<>]*[|｜]>\s*|\w+\.)?{0}(?::\d+)?\s*(?:<[|｜][^<>]*[|｜]>|```(?:json)?)?\s*"
 _INVOKE = re.compile(r'<invoke name="[^"]+">.*?</invoke>', re.S)
 
 
@@ -100,14 +108,14 @@ def read_call(
         return call_error(call_id, reason, example)
     assert attempt.name is not None
     assert isinstance(attempt.arguments, Mapping)
-    if writing in _TAGS and _NO_NAME.search(attempt.name):
+    if _NO_NAME.search(attempt.name):
         return call_error(call_id, f"the tool's name must come first, not {shown(attempt.name)}", example)
     tool = next((tool for tool in tools if tool.name == attempt.name), None)
     try:
         if writing in _TAGS:
             arguments = _tagged(body, _TAGS[writing], tool)
         else:
-            _check_json(body, attempt.name)
+            _check_json(body, attempt.name, writing)
             arguments = whole_numbers(attempt.arguments, tool)
         return ToolCall(call_id=call_id, name=plain_json(attempt.name), arguments=plain_json(arguments))
     except Malformed as error:
@@ -123,19 +131,20 @@ def call_error(call_id: str, reason: str, example: str) -> CallError:
 
 
 def _tagged(body: str, tags: _Tags, tool: ToolSpec | None) -> dict[str, Any]:
-    """The arguments between tags: each of them whole, and nothing else."""
-    place = body.find(tags.begin)
+    """The arguments between tags: each of them whole, and nothing else beside the name."""
+    head = tags.head.match(body)
+    place = skip_blank(body, head.end() if head else 0)
     arguments: dict[str, Any] = {}
-    while place >= 0 and (found := tags.pair.match(body, place)):
+    while found := tags.pair.match(body, place):
         key, text = found["key"].strip(), found["text"]
         if key in arguments:
             raise Malformed(f"the argument {shown(key)} stands twice", place)
-        if tags.begin in text:
+        if inner := tags.tag.search(text):
             # Where it ends cannot be told: an end that is missing, or a text that quotes a call.
-            raise Malformed(f"the value of {shown(key)} holds {tags.begin}; end it before, or use other words", place)
+            raise Malformed(f"the value of {shown(key)} holds {inner[0]}; end it before, or use other words", place)
         arguments[key] = _value(text, found.groupdict().get("string"), tool, key)
-        place = len(body) - len(body[found.end() :].lstrip())
-    if place >= 0 and body[place:].strip() not in _ENDS:
+        place = skip_blank(body, found.end())
+    if body[place:].strip() not in _ENDS:
         raise Malformed(f"no argument begins at {shown(body[place:])}", place)
     return {key: value for key, value in arguments.items() if value is not NotGiven}
 
@@ -154,8 +163,16 @@ def _value(text: str, string: str | None, tool: ToolSpec | None, key: str) -> An
     return typed(text, tool, key)
 
 
-def _check_json(body: str, name: str) -> None:
-    """Raise `Malformed` for arguments that our own reader refuses: it takes no key twice."""
-    start = 0 if body.lstrip().startswith("{") else body.find("{", body.find(name) + len(name))
-    if start >= 0:
-        read_json(body, start)
+def _check_json(body: str, name: str, writing: Writing) -> None:
+    """Raise `Malformed` for a call that our own reader refuses: it takes no key twice, and leaves nothing out that
+    stands beside the name and the arguments."""
+    if writing == "envelope":
+        call = as_call(read_json(body, 0)[0], ("args",))
+        if isinstance(call, Bad):
+            raise Malformed(call.reason, 0)
+        return
+    start = body.find("{")
+    start = start if start >= 0 else len(body)
+    end = read_json(body, start)[1] if start < len(body) else start
+    if not re.fullmatch(_JSON_HEAD.format(re.escape(name)), body[:start]) or body[end:].strip() not in ("", "```"):
+        raise Malformed("something else stands beside its name and its arguments", end)

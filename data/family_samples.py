@@ -107,5 +107,6 @@ def call_form(package: FamilyPackage) -> CallForm:
     return replace(
         form,
         opener=next((token for token in turn[start:end] if token in own), None),
+        inner=frozenset(own.intersection(turn[start:end])),
         around=frozenset(around - plain - form.ends_thinking - form.opens_thinking),
     )

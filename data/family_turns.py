@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from data.families import Writing
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
 _LEFT_OUT = "it is not of the right form, or stands where no call is read"
+_MAX_SWALLOWED = 16
+"""Calls without an end that are taken apart: a model that repeats itself fills no context with errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class CallForm:
 
     example: one, for a model that wrote it in another way.
     opener: the control token with which each begins, and which stands nowhere else.
+    inner: the control tokens that stand in calls alone, the opener among them.
     around: control tokens that enclose them all.
     ends_thinking, opens_thinking: the control tokens that do so.
     """
@@ -41,6 +45,7 @@ class CallForm:
     writing: Writing
     example: str
     opener: int | None = None
+    inner: frozenset[int] = frozenset()
     around: frozenset[int] = frozenset()
     ends_thinking: frozenset[int] = frozenset()
     opens_thinking: frozenset[int] = frozenset()
@@ -99,28 +104,45 @@ def read_response(
 
 def read_all(
     read: Callable[[Sequence[int]], ParsedResponse], token_ids: Sequence[int], form: CallForm
-) -> tuple[ParsedResponse, bool]:
-    """What the package reads in all sections of calls, and whether it left a call out."""
+) -> tuple[ParsedResponse, int]:
+    """What the package reads in all sections of calls, and how many calls it left out."""
     response = read(token_ids)
-    if response.reasoning_complete is False or not {form.opener, *form.around}.intersection(token_ids):
-        return response, False
+    if response.reasoning_complete is False or not (form.inner | form.around).intersection(token_ids):
+        return response, 0
     end = _end_of(response.tool_calls)
     rest = token_ids[end:]
     # The package reads one section: the calls of a later one become calls of the first.
     if end and form.opener in rest and not form.opens_thinking.intersection(rest):
         token_ids = [*token_ids[:end], *(token for token in rest if token not in form.around)]
         response = read(token_ids)
+    # A call without an end is read together with those behind it: the last of them has the end, and is read alone.
+    swallowed = _swallowed(token_ids, response.tool_calls, form.opener)
+    if swallowed:
+        taken = {place for places in swallowed for place in places}
+        token_ids = [token for place, token in enumerate(token_ids) if place not in taken]
+        response = read(token_ids)
     thought = [place for place, token in enumerate(token_ids) if token in form.ends_thinking]
     if response.reasoning_content and not thought:
-        return response, False  # it cannot be told where the thinking ended
+        return response, len(swallowed)  # it cannot be told where the thinking ended
     spans = [call.token_span for call in response.tool_calls]
     begin = min((start for start, _ in filter(None, spans)), default=len(token_ids))
     begin = max((place for place in thought if place < begin), default=0)
     read_places = {place for span in spans if span for place in range(*span)}
     # Where no call was read at all, an empty or broken section is one that was meant.
-    marks = {form.opener} if response.tool_calls else {form.opener, *form.around}
+    marks = form.inner if response.tool_calls else form.inner | form.around
     marked = (place for place, token in enumerate(token_ids) if token in marks)
-    return response, any(place >= begin and place not in read_places for place in marked)
+    # A mark right behind a call only doubles its end.
+    outside = any(place >= begin and {place, place - 1}.isdisjoint(read_places) for place in marked)
+    return response, len(swallowed) + outside
+
+
+def _swallowed(token_ids: Sequence[int], calls: Sequence[ParsedToolCall], opener: int | None) -> list[range]:
+    """The places of the calls that were read as a part of one with a later call; the first few of them."""
+    found: list[range] = []
+    for start, end in sorted({call.token_span for call in calls if call.token_span}):
+        begins = [place for place in range(start, end) if token_ids[place] == opener]
+        found += [range(*pair) for pair in pairwise(begins[-_MAX_SWALLOWED:])]
+    return found
 
 
 def _end_of(calls: Sequence[ParsedToolCall]) -> int:

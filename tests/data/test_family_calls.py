@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ PROPERTIES = {
 TOOL = ToolSpec(name="lookup", description="Looks up.", parameters={"type": "object", "properties": PROPERTIES})
 ASKED = [Message(role="user", content="What is 12?")]
 OWN = [family for family, traits in FAMILIES.items() if traits.tool_format is None and family != "deepseek-r1"]
-TAGGED = [family for family in OWN if FAMILIES[family].writing != "json"]
+TAGGED = [family for family in OWN if FAMILIES[family].writing not in ("json", "envelope")]
 DRIFTED = {
     "fence": '```json\n{"name": "lookup", "arguments": {"x": "1"}}\n```',
     "bare": '{"name": "lookup", "arguments": {"x": "1"}}',
@@ -180,3 +181,65 @@ def test_an_invocation_without_an_end_is_an_error_b03() -> None:
     assert arguments_of(turn)[0] == {"x": "1"}
     assert "not of the right form" in arguments_of(turn)[1]
     assert isinstance(read(renderer, whole.replace("</invoke>", broken + "</invoke>")).calls[0], CallError)
+
+
+def opened(family: str) -> str:
+    """What closes the thinking that the family's header opened."""
+    return prose(load(family), "")
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "broken"),
+    [
+        ("minimax-m2", '<parameter name="x">1</parameter>', '{"x": "1"}'),
+        ("minimax-m2", '<parameter name="x">1</parameter>', '<param name="x">1</param>'),
+        ("minimax-m2", '<parameter name="x">1</parameter>', 'x: <parameter name="x">1</parameter>'),
+        ("hy3", "<arg_key:opensource>x</arg_key:opensource>", ""),
+        ("hy3", "<arg_key:opensource>x</arg_key:opensource>", "x</arg_key:opensource>"),
+        ("hy3", "<arg_key:opensource>x</arg_key:opensource>\n", '{"x": "1"}'),
+        ("laguna-xs-2.1", "</arg_value>", "</arg_key><arg_value>2</arg_value>"),
+        ("inkling", '"args"', '"arguments"'),
+        ("inkling", '"args"', '"limit": 5, "args"'),
+        ("inkling", '"name"', '"tool"'),
+        ("deepseek-v3", 'lookup\n```json\n{"x": "1"}\n```', 'lookup{"x": "1"}'),
+        ("deepseek-v3", 'lookup\n```json\n{"x": "1"}\n```', '{"x": "1"}'),
+        ("deepseek-v3", "function<", 'lookup {"x": "1"}<'),
+        ("kimi-k2", "<|tool_call_argument_begin|>", ""),
+        ("kimi-k2", ":0<|tool_call_argument_begin|>", ' {"x": "1"}:0<|tool_call_argument_begin|>'),
+        ("kimi-k2", ":0<", ":0 x=1<"),
+    ],
+)
+def test_nothing_of_a_call_is_left_out_b03(family: str, written: str, broken: str) -> None:
+    """It would run without the arguments that stand in another form, or in another place; a whole one beside it is none
+    the worse."""
+    renderer = load(family)
+    text = called(renderer, x="1")
+    wrong = text.replace(written, broken)
+    assert wrong != text
+    assert error_of(read(renderer, wrong))
+    begin = opened(family)
+    both = arguments_of(read(renderer, wrong + text.removeprefix(begin) if begin else wrong + text))
+    assert {"x": "1"} in both
+    assert len([one for one in both if isinstance(one, str)]) == 1
+
+
+@pytest.mark.parametrize("family", ["kimi-k2", "kimi-k2.5", "deepseek-v3", "hy3", "laguna-xs.2"])
+def test_a_call_without_its_first_or_last_mark_takes_no_other_with_it_b03(family: str) -> None:
+    """Nor is it dropped, nor does it run with a half of what it says."""
+    renderer = load(family)
+    calls = tuple(ToolCall(call_id=x, name="lookup", arguments={"x": x}) for x in "123")
+    text = renderer.decode(turn_of(renderer, tool_calls=calls)[:-1])
+    marks = [renderer.control_tokens[token] for token in renderer._form.inner]  # pyright: ignore[reportPrivateUsage]
+    for mark in marks:
+        if "arg_" not in mark and mark != "<tool_sep:opensource>":  # without which all of the call is there
+            for number, place in enumerate(found.start() for found in re.finditer(re.escape(mark), text)):
+                turn = read(renderer, text[:place] + text[place + len(mark) :])
+                whole = [{"x": x} for x in "123" if x != "123"[number]]
+                assert [one for one in arguments_of(turn) if isinstance(one, dict)] == whole, (mark, number)
+                assert len(turn.calls) == 3
+
+
+def test_a_model_that_repeats_its_opening_mark_gets_few_errors_b03(renderer: FamilyRenderer) -> None:
+    for token in renderer.control_tokens.values():
+        if "call" in token or "invoke" in token:
+            assert len(read(renderer, opened(renderer.name) + token * 200).calls) <= 20, token
