@@ -14,6 +14,7 @@ from typing import cast
 from envs.sandbox.base import SandboxSpec
 from envs.sandbox.open import Backend, open_factory
 from envs.sandbox.pool_client import PoolFactory
+from tests.contracts.sandboxes import eventually, processes_named
 
 STUBBORN = "trap '' TERM INT HUP; (setsid sleep {token} &); sleep {token}"
 
@@ -25,7 +26,7 @@ async def main(backend: Backend, count: int, token: str) -> None:
         running = [
             asyncio.ensure_future(sandbox.exec(STUBBORN.format(token=token), timeout_s=600)) for sandbox in sandboxes
         ]
-        await asyncio.sleep(0.5)
+        assert await eventually(lambda: processes_named(f"sleep\0{token}") == 2 * count)
         assert isinstance(factory, PoolFactory)
         print("running", (await factory.pool_state())["pid"], flush=True)
         if token.endswith("7"):

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.parametrize("backend", ALL)
 # A loop in a session of its own, started by a process that has already ended.
 DETACHED_LOOP = "(setsid sh -c 'while :; do echo x >> grows; sleep 0.05; done' &) ; sleep 100"
 LOOP = "while :; do echo x >> grows; sleep 0.05; done"
+GROWS = SandboxSpec(files={"grows": b""})  # there from the start, however late the loop begins
 
 
 async def grows(sandbox: Sandbox) -> bool:
@@ -92,9 +93,10 @@ def test_stdin_is_given(backend: Backend) -> None:
         assert (await sh(sandbox, "wc -c", stdin=bytes(range(256)) * 10_000)).stdout.strip() == "2560000"
         # A command that never reads it must not hold the call, nor others.
         assert (await sh(sandbox, "exit 4", stdin=b"x" * 1_000_000)).exit_code == 4
-        slow = asyncio.ensure_future(sh(sandbox, "sleep 1; wc -c", stdin=b"x" * 1_000_000))
+        slow = asyncio.ensure_future(sh(sandbox, "until [ -e go ]; do sleep 0.05; done; wc -c", stdin=b"x" * 1_000_000))
         assert (await sh(sandbox, "echo quick")).stdout == "quick\n"
         assert not slow.done()
+        await sandbox.write_file("go", b"")
         assert (await slow).stdout.strip() == "1000000"
 
     with_sandbox(backend, use)
@@ -242,7 +244,7 @@ def test_a_late_command_is_killed_d03(backend: Backend) -> None:
         assert not await grows(sandbox)
         assert (await sh(sandbox, "echo again")).stdout == "again\n"
 
-    with_sandbox(backend, use)
+    with_sandbox(backend, use, GROWS)
 
 
 def test_a_late_command_dies_alone(backend: Backend) -> None:

@@ -28,6 +28,7 @@ isolated = pytest.mark.parametrize("backend", ISOLATED)
 # Whatever can open a connection: busybox's nc, or the machine's bash.
 CONNECT = "if command -v nc; then nc -w 2 {host} {port} </dev/null; else bash -c 'exec 3<>/dev/tcp/{host}/{port}'; fi"
 ZERO = "0" * 16
+GROWS = SandboxSpec(files={"grows": b""})  # there from the start, however late what writes to it begins
 
 
 def counts_as_a_whole(backend: Backend) -> bool:
@@ -204,7 +205,7 @@ def test_a_fork_bomb_in_sessions_of_its_own_ends_d08(backend: Backend) -> None:
         await asyncio.sleep(0.3)
         assert await sandbox.read_file("grows") == before
 
-    with_sandbox(backend, use)
+    with_sandbox(backend, use, GROWS)
 
 
 @isolated
@@ -334,7 +335,7 @@ def test_killing_the_supervisor_frees_nobody(backend: Backend) -> None:
         assert (stopped.timed_out, stopped.processes_left) == (True, 0)
         assert await running(sandbox) == set()
 
-    with_sandbox(backend, use)
+    with_sandbox(backend, use, GROWS)
 
 
 @isolated

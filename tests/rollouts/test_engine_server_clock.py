@@ -112,7 +112,7 @@ class Excusing(EngineInFront):
 
 
 def test_what_the_engine_says_to_the_clock_ends_the_trajectory_without_a_reward() -> None:
-    trajectory = attempt(Excusing(ScriptedEngine([say("ok")])), wall_clock_s=0.2)
+    trajectory = attempt(Excusing(ScriptedEngine([say("ok")])), wall_clock_s=2.0)
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ENGINE_ERROR, None)
     assert trajectory.error == "no server was up"
 

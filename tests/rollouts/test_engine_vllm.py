@@ -116,15 +116,17 @@ def test_the_second_turn_says_how_much_of_its_prompt_was_cached(engine: VllmEngi
 
 @pytest.mark.vllm
 def test_versions_are_those_of_the_step_that_sampled_each_token(engine: VllmEngine) -> None:
-    async def relabel_meanwhile() -> tuple[int, ...]:
+    async def relabel_after(wait_s: float) -> tuple[int, ...]:
         running = asyncio.create_task(engine.generate("c", some_prompt(0), sampling(200)))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(wait_s)
         await engine.run(lambda llm: llm.set_weight_version("5"))
         versions = (await running).policy_version
         await engine.run(lambda llm: llm.set_weight_version("0"))
         return versions
 
-    versions = asyncio.run(relabel_meanwhile())
+    # Before its first token or after its last one says nothing; how fast the machine is now decides when that is.
+    tries = (asyncio.run(relabel_after(wait_s)) for wait_s in (0.1, 0.02, 0.5, 2.0, 0.1, 0.02, 0.5, 2.0))
+    versions = next(versions for versions in tries if len(set(versions)) > 1)
     assert set(versions) == {0, 5}
     assert list(versions) == sorted(versions)
 
@@ -136,7 +138,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(folder: Path) -> None:
 
     async def close_meanwhile() -> None:
         running = asyncio.create_task(engine.generate("c", some_prompt(0), sampling(200)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # it is handed in
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await running

@@ -55,7 +55,7 @@ async def stubborn() -> str:
 
 def test_a_tool_that_swallows_a_cancellation_does_not_outlive_the_wall_clock() -> None:
     engine = ScriptedEngine([say("", ("echo", "a")), say("ok")])
-    trajectory = attempt(engine, env=_Tool(stubborn), wall_clock_s=0.2, tool_timeout_s=30.0)
+    trajectory = attempt(engine, env=_Tool(stubborn), wall_clock_s=2.0, tool_timeout_s=30.0)
     assert trajectory.stop_reason is StopReason.WALL_CLOCK
     assert len(engine.prompts) == 1, "nothing is sampled after it"
 

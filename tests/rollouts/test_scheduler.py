@@ -97,7 +97,7 @@ def test_one_that_never_returns_does_not_hold_the_others_c28() -> None:
 
 def test_an_environment_that_never_grades_costs_one_c28() -> None:
     tasks = [Task(task_id="hangs", prompt="grading hangs"), *Desk().tasks("train", 3, 0)]
-    trajectories = run_groups(ScriptedEngine(lambda prompt: say("ok")), tasks, 1, wall_clock_s=1.0)
+    trajectories = run_groups(ScriptedEngine(lambda prompt: say("ok")), tasks, 1, wall_clock_s=2.0)
     assert [t.reward for t in trajectories] == [None, 1.0, 1.0, 1.0]
     assert trajectories[0].stop_reason is StopReason.SANDBOX_ERROR
 
@@ -179,7 +179,7 @@ def test_no_more_than_max_concurrent_run_at_once() -> None:
 def test_no_sandbox_outlives_its_trajectory(tmp_path: Path) -> None:
     factory = LocalFactory(tmp_path)
     script = [say("", ("break", "x")), say("", ("crash", "x")), say("ok"), say("", ("block", "x"))]
-    runner = make_runner(ScriptedEngine(script), factory, wall_clock_s=1.0)
+    runner = make_runner(ScriptedEngine(script), factory, wall_clock_s=2.0)
 
     (group,) = asyncio.run(
         sample_groups(runner, [TASK], num_generations=4, prefix="p", schedule=ScheduleConfig(infrastructure_retries=0))

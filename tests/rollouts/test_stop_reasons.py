@@ -134,14 +134,14 @@ def test_wall_clock_ends_a_slow_engine(delay_s: float, reason: str, turns: int) 
 
 
 def test_wall_clock_ends_a_tool_that_never_returns() -> None:
-    trajectory = attempt(ScriptedEngine([say("", ("wait", "x"))]), wall_clock_s=0.2, tool_timeout_s=600.0)
+    trajectory = attempt(ScriptedEngine([say("", ("wait", "x"))]), wall_clock_s=2.0, tool_timeout_s=600.0)
     assert trajectory.stop_reason is StopReason.WALL_CLOCK
     assert trajectory.stop_reason.is_truncated
 
 
 def test_a_wall_clock_that_ends_it_amid_a_call_keeps_the_turn_on_record_and_out_of_what_is_graded() -> None:
     """The turn says ok, and would earn the reward; but it had not come to its end."""
-    trajectory = attempt(ScriptedEngine([say("ok", ("wait", "x"))]), wall_clock_s=0.3, tool_timeout_s=600.0)
+    trajectory = attempt(ScriptedEngine([say("ok", ("wait", "x"))]), wall_clock_s=2.0, tool_timeout_s=600.0)
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.WALL_CLOCK, 0.0)
     assert [(turn.message.content, turn.tool_results) for turn in trajectory.turns] == [("ok", ())]
 

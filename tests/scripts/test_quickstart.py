@@ -94,8 +94,8 @@ def test_a_typo_is_said_before_anything_is_written(tmp_path: Path, choice: dict[
 LAUNCHED = """
 import pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
-(folder / "started").touch()
 try:
+    (folder / "started").touch()
     time.sleep(600)
 except KeyboardInterrupt:
     time.sleep(2)

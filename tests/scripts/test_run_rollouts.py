@@ -158,13 +158,19 @@ def test_a_file_that_says_nothing_of_its_settings_cannot_be_replayed(tmp_path: P
     assert "neither its header nor a run folder says what its trajectories were sampled with" in line
 
 
+ATTEMPTS = 12
+"""So many that none is through before it is stopped, however long this process was not looking."""
+
+
 class Worker:
-    """A started command; it is killed at the end of its test, whatever comes."""
+    """A started command, ten tasks at `ATTEMPTS`; it is killed at the end of its test, whatever comes."""
 
     def __init__(self, output: Path) -> None:
-        command = [sys.executable, "-m", "scripts.run_rollouts", *ARGUMENTS, "--output", str(output)]
+        command = [sys.executable, "-m", "scripts.run_rollouts", *ARGUMENTS, "--attempts", str(ATTEMPTS)]
         self.output = output
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [*command, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def wait_for_lines(self, count: int) -> None:
         while self.process.poll() is None and _lines(self.output) < count:
@@ -190,7 +196,8 @@ def workers() -> Iterator[list[Worker]]:
 
 def check_exactly_once(path: Path) -> None:
     rows = list(read_trajectories(path))
-    assert Counter((row.task_id, row.sibling_index) for row in rows) == dict.fromkeys(ALL, 1)
+    wanted = {(f"heldout-0-{task}", sibling) for task in range(10) for sibling in range(ATTEMPTS)}
+    assert Counter((row.task_id, row.sibling_index) for row in rows) == dict.fromkeys(wanted, 1)
     assert all(row.reward is not None for row in rows)
     ids = [row.trajectory_id for row in rows]
     assert len(set(ids)) == len(ids)
@@ -219,7 +226,7 @@ def test_killed_anywhere_each_trajectory_is_there_exactly_once(tmp_path: Path, w
     code, out, err = workers[-1].end()
     assert code == 130, err[-2000:]
     assert "the last line was cut off in the middle" in out
-    assert f"of 30 trajectories are in {path}" in err
+    assert f"of {10 * ATTEMPTS} trajectories are in {path}" in err
     assert "start the same command again to continue" in err
     assert "Traceback" not in err
     assert _lines(path) >= kept + 6
@@ -228,11 +235,11 @@ def test_killed_anywhere_each_trajectory_is_there_exactly_once(tmp_path: Path, w
     workers.append(Worker(path))
     code, out, err = workers[-1].end()
     assert code == 0, err[-2000:]
-    assert f"\nrollouts: 30 trajectories in {path}; reward " in out
+    assert f"\nrollouts: {10 * ATTEMPTS} trajectories in {path}; reward " in out
     assert "\n  ended by: " in out
     check_exactly_once(path)
     count, differences, skipped = asyncio.run(replay_file(path, None))
-    assert (count, differences, skipped) == (30, [], [])
+    assert (count, differences, skipped) == (10 * ATTEMPTS, [], [])
 
 
 @pytest.mark.slow
