@@ -142,7 +142,11 @@ def test_tool_tokens_are_in_no_mean_length_c19() -> None:
 
 
 def make_learner(
-    model: Any, loss_type: LossType = "dapo", max_micro_batch_tokens: int = 4096, **options: Any
+    model: Any,
+    loss_type: LossType = "dapo",
+    max_micro_batch_tokens: int = 4096,
+    reference: Any = None,
+    **options: Any,
 ) -> Learner:
     bounds: dict[str, Any] = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
     return Learner(
@@ -153,6 +157,7 @@ def make_learner(
         temperature=TEMPERATURE,
         pad_token_id=1,
         max_trajectory_tokens=MAX_TRAJECTORY_TOKENS,
+        reference=reference,
     )
 
 
@@ -171,6 +176,22 @@ def test_samples_without_a_trained_token_change_nothing_c01(loss_type: LossType)
     good = on_policy_samples()
     masked = [make_sample("masked", 20, excluded=Excluded.TRUNCATED)]
     assert_same(gradient_of(good, loss_type), gradient_of([*masked, *good, *masked], loss_type))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_micro_batch_without_a_trained_token_among_others_changes_nothing_c01(loss_type: LossType) -> None:
+    """None is packed; one that is there all the same is a zero, with no NaN in any gradient or metric."""
+    learner = make_learner(tiny_model(), loss_type, 100, beta=0.1, reference=tiny_model(seed=1))
+    batches = learner.pack(on_policy_samples())
+    empty = replace(batches[0], loss_mask=torch.zeros_like(batches[0].loss_mask))
+    empty = replace(empty, loss_weights=torch.zeros_like(empty.loss_weights))
+    expected = learner.gradient(batches)
+    before = gradients(learner.model)
+    assert learner.gradient([empty, *batches, empty]) == expected
+    assert_same(gradients(learner.model), before)
+    metrics = learner.gradient([empty])
+    assert metrics["loss"] == metrics["entropy"] == metrics["kl/mean"] == 0.0
+    assert all(not gradient.any() for gradient in gradients(learner.model).values())
 
 
 def test_a_cut_trajectory_is_in_no_count_a29() -> None:
