@@ -4,6 +4,7 @@ packing, padding or splitting changes. (The loss of given tokens: `test_policy_l
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -290,14 +291,24 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @cache
-def reference(loss_type: LossType) -> dict[str, Tensor]:
+def two_stream_samples() -> tuple[TrainingSample, ...]:
+    """The same, of four trajectories: two of them have several streams, which do not lie side by side."""
+    names = ["t0", "t1", "t2", "t3", "t1", "t0", "t0"]
+    return tuple(replace(s, trajectory_id=name) for s, name in zip(on_policy_samples(), names, strict=True))
+
+
+@cache
+def reference(loss_type: LossType, samples: tuple[TrainingSample, ...] | None = None) -> dict[str, Tensor]:
     """One forward over full logits for each sample alone, the formula written out, and one sum. In the first update
     every ratio to the old policy is 1, so the surrogate's gradient is the advantage times the logprob's."""
     model = tiny_model()
-    samples = on_policy_samples()
-    trained = [sum(sample.loss_mask) for sample in samples]
+    samples = samples or on_policy_samples()
+    trained = Counter[str]()
+    for sample in samples:
+        trained[sample.trajectory_id] += sum(sample.loss_mask)
     loss = torch.zeros(())
-    for sample, n in zip(samples, trained, strict=True):
+    for sample in samples:
+        n = trained[sample.trajectory_id]
         ids = torch.tensor([sample.token_ids])
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1] / TEMPERATURE
         logprobs = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -305,8 +316,9 @@ def reference(loss_type: LossType) -> dict[str, Tensor]:
         correction = torch.exp(logprobs.detach() - torch.tensor(sample.sampled_logprobs[1:])).clamp(max=3.0)
         surrogate = torch.tensor(sample.advantages[1:]) * logprobs * correction
         scale = n if loss_type == "rloo" else 1  # the gradient of a product of ratios
-        divisors = {"dapo": sum(trained), "cispo": sum(trained), "dr_grpo": len(samples) * MAX_TRAJECTORY_TOKENS}
-        loss = loss - scale * surrogate[mask].sum() / divisors.get(loss_type, len(samples) * n)
+        tokens, constant = trained.total(), len(trained) * MAX_TRAJECTORY_TOKENS
+        divisors = {"dapo": tokens, "cispo": tokens, "dr_grpo": constant}
+        loss = loss - scale * surrogate[mask].sum() / divisors.get(loss_type, len(trained) * n)
     loss.backward()
     return gradients(model)
 
@@ -323,6 +335,12 @@ def test_no_split_or_option_changes_the_gradient_a28(
         on_policy_samples(), loss_type, max_micro_batch_tokens, gradient_checkpointing=gradient_checkpointing
     )
     assert_same(found, reference(loss_type))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_streams_of_a_trajectory_are_one_trajectory(loss_type: LossType) -> None:
+    samples = two_stream_samples()
+    assert_same(gradient_of(samples, loss_type), reference(loss_type, samples))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
