@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from data.types import Source
 from rollouts.accounting import count_tokens
+from rollouts.reward import TURN_TERM
 from rollouts.types import StopReason, Trajectory
 
 
@@ -15,7 +16,8 @@ def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = (
 
     - `reward/…`, `length/mean`, `turns/mean`: over the trajectories that have a reward (infrastructure failures are
       only counted); `reward/std` is unbiased. `length` is in tokens that the policy sampled; tool tokens never count.
-      A reward term is averaged over the trajectories that have it: an environment may grade tasks of several kinds.
+      A reward term is averaged over the trajectories that have it (an environment may grade tasks of several kinds),
+      and `turn_rewards` over all: where no turn earned anything, it is not there.
     - `rewards/excluded`: trajectories that ended by themselves, and for which the environment gave no reward that is a
       finite number: they are in no mean and no baseline.
     - `stop/<reason>`: the share of the trajectories that ended so, for every reason.
@@ -57,7 +59,7 @@ def summarise(trajectories: Sequence[Trajectory], lost: Sequence[Trajectory] = (
     for name in sorted({name for trajectory in graded for name in trajectory.reward_terms}):
         # An environment may name a term as one of ours.
         key = f"reward/{name}" if f"reward/{name}" not in row else f"reward/term/{name}"
-        row[key] = _mean([t.reward_terms[name] for t in graded if name in t.reward_terms])
+        row[key] = _mean([t.reward_terms.get(name, 0.0) for t in graded if name in t.reward_terms or name == TURN_TERM])
     for reason in StopReason:
         row[f"stop/{reason.value}"] = _mean([trajectory.stop_reason is reason for trajectory in trajectories])
     return row | _spent([*trajectories, *lost])
