@@ -219,7 +219,7 @@ class GrpoRun:
         groups = [*taken.groups.trained, *taken.groups.replaced]
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
-        samples, row = samples_and_metrics(groups, self.config)
+        samples, row = samples_and_metrics(taken.groups.trained, self.config, replaced=taken.groups.replaced)
         row |= {"groups/replaced": len(taken.groups.replaced)} | staleness(samples, trained_version=step - 1)
         return [samples, row, _why_lost(step, trajectories)]
 
@@ -318,10 +318,14 @@ def mini_batches(samples: Sequence[TrainingSample], count: int) -> list[list[Tra
 
 
 def samples_and_metrics(
-    groups: Sequence[TrajectoryGroup], config: GrpoConfig
+    trained: Sequence[TrajectoryGroup], config: GrpoConfig, *, replaced: Sequence[TrajectoryGroup] = ()
 ) -> tuple[list[TrainingSample], dict[str, Any]]:
-    """Groups → advantages → samples, with the metrics of the sampling."""
-    advantages = step_advantages([t for group in groups for t in group.trajectories], config)
+    """Groups → advantages → samples, with the metrics of the sampling. Dead groups that were `replaced` are shown and
+    accounted for, and are in no mean and no scale of the others."""
+    advantages = step_advantages([t for group in trained for t in group.trajectories], config)
+    for group in replaced:
+        advantages |= step_advantages(group.trajectories, config)
+    groups = [*trained, *replaced]
     samples = [
         sample
         for group in groups

@@ -39,8 +39,8 @@ DROPS = Letters(drops_thinking=True)
 
 
 class PaidDesk(Desk):
-    """Pays 0.5 at the end of a turn for each "gold" that the echo said, and takes 0.25 for each "mud"; the outcome is the
-    desk's. `examples`: turns that the conversation is opened with, which the policy did not take."""
+    """Pays 0.5 at the end of a turn for each "gold" that the echo said, and takes 0.25 for each "mud"; the outcome is
+    the desk's. `examples`: turns that the conversation is opened with, which the policy did not take."""
 
     def __init__(self, examples: int = 0) -> None:
         self.examples = examples

@@ -112,6 +112,20 @@ def test_the_batch_s_baseline_tells_groups_apart() -> None:
     assert is_dead(grouped([graded("c", 0, None), graded("c", 1, math.nan)])[0], config)
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_groups_that_were_replaced_are_in_no_scale(config: GrpoConfig) -> None:
+    live = [graded("a", 0, 1.0), graded("a", 1, 0.0), graded("b", 0, 0.0), graded("b", 1, 3.0)]
+    none = None if config.baseline == "batch" else 7.0
+    dead = grouped([graded("c", 0, none), graded("c", 1, none)])
+    assert all(is_dead(group, config) for group in dead)
+    alone, _ = samples_and_metrics(grouped(live), config)
+    samples, metrics = samples_and_metrics(grouped(live), config, replaced=dead)
+    assert samples[: len(alone)] == alone
+    assert not any(any(sample.loss_mask) for sample in samples[len(alone) :])
+    assert metrics["groups/dead"] == pytest.approx(1 / 3)
+    assert metrics["trajectories"] == 6
+
+
 # No reward
 
 
