@@ -29,8 +29,9 @@ Other forms
     A turn without a call in the own format, that writes one in another, is answered with a `CallError` too; else a
     drift of the form would pass for a final answer. It must name a known tool; JSON may name any where no tools are
     given. Other forms are the other formats' own, and what `other_forms` knows: an object of JSON's or Python's with a
-    name and arguments, under any of the keys that are usual and in a fence of any label; a name behind another family's
-    markers or behind `Action:`; a call in Python's syntax, its values literals, alone on its line.
+    name and arguments, under any of the keys that are usual and in a fence of any label, whether or not it can be read;
+    a name behind another family's markers or behind `Action:`; a call in Python's syntax, its values literals, alone on
+    its line.
     All else is prose: a tool that is mentioned, with or without its arguments, inside a sentence or inline code; a call
     that the code in a fence only quotes (`fences`); a function that the text itself defines or imports; an object that
     describes a tool, or holds its name under another key.

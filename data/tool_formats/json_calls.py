@@ -16,8 +16,6 @@ from data.tool_formats.parts import Bad, Call, Malformed, is_over, shown, skip_b
 
 _BESIDES = {"name", "id", "call_id", "type"}
 """Keys of an envelope that say nothing about what is asked for, and the name."""
-ARGUMENT_KEYS = {"arguments", "parameters", "args", "kwargs", "params", "input", "tool_input", "action_input"}
-"""Keys under which models write arguments, whatever their form says."""
 _OPENING = re.compile(r'(?:[\[{:,\s]|"[^"\\]*")*')
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<open>[\[{])|(?P<close>[\]}])|(?P<unclosed>")', re.DOTALL)
 
@@ -121,16 +119,6 @@ def as_call(value: Any, keys: tuple[str, ...] = ("arguments",)) -> Call | Bad:
     if len(given) > 1:
         return Bad(f"write {' or '.join(map(repr, keys))}, not both")
     return with_arguments(value["name"], value[given[0]] if given else {}, given[0] if given else "")
-
-
-def describes_tool(value: dict[str, Any]) -> bool:
-    """Whether an object says what a tool is, and does not call it: what it takes is missing or a schema.
-
-    >>> describes_tool({"name": "ls", "description": "List files.", "parameters": {"properties": {}}})
-    True
-    """
-    given = [value[key] for key in ARGUMENT_KEYS & value.keys()]
-    return "description" in value and all(isinstance(one, dict) and (not one or "properties" in one) for one in given)
 
 
 def with_arguments(name: str, arguments: Any, key: str) -> Call | Bad:

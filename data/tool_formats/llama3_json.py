@@ -3,8 +3,9 @@
     {"name": "lookup", "parameters": {"key": "area of Paris"}}; {"name": "now", "parameters": {}}
 
 There is no marker, so an object is a call when it can be nothing else: it has a name and arguments (`arguments` is
-understood too, as vLLM does), or it names a known tool, or the tag stands before it. Other objects are prose, also one
-that describes a tool, and so is a fence that shows code (`fences`).
+understood too, as vLLM does), or it names a known tool, or the tag stands before it. One that is not of the right form
+is a broken call where it asks for a known tool (`asked`). Other objects are prose, also one that describes a tool, and
+so is a fence that shows code (`fences`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from data.tool_formats.asked import asked_for, asked_for_in, describes_tool
 from data.tool_formats.fences import FENCE, code_end
-from data.tool_formats.json_calls import as_call, describes_tool, json_end, read_json
-from data.tool_formats.turn import Block, Grammar, Malformed, Reading, rest_of_block, schema_tag, skip_blank, tool_tags
+from data.tool_formats.json_calls import as_call, json_end, read_json
+from data.tool_formats.turn import (
+    Block,
+    Call,
+    Grammar,
+    Malformed,
+    Reading,
+    rest_of_block,
+    schema_tag,
+    skip_blank,
+    tool_tags,
+)
 from envs.types import ToolSpec
 
 _TAG = "<|python_tag|>"
@@ -52,20 +64,32 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
 def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
     if describes_tool(value):
         return False
-    if any(key in value for key in _KEYS) and ("name" in value or value.keys() <= _ENVELOPE):
-        return True
-    return any(tool.name == value.get("name") for tool in tools)
+    has_arguments = any(key in value for key in _KEYS)
+    if not tools:
+        return has_arguments and ("name" in value or value.keys() <= _ENVELOPE)
+    if isinstance(as_call(value, _KEYS), Call):
+        return has_arguments or any(tool.name == value["name"] for tool in tools)
+    return "name" in value and asked_for(value, tools) is not None
 
 
 def _broken(reading: Reading, start: int, error: Malformed, *, tagged: bool) -> Block:
-    """What cannot be read: a call where it begins like one, else prose up to where it went wrong."""
+    """What cannot be read: a call where it asks for a tool, else prose up to where it went wrong."""
     text = reading.text
-    if tagged or _HEAD.match(text, start):
+    begins = tagged or bool(_HEAD.match(text, start))
+    if begins or any(text.find(tool.name, start) >= 0 for tool in reading.tools):
         block = rest_of_block(reading, error, opener=_NEXT, end=partial(json_end, text, start))
-        words = (*_KEYS, *(tool.name for tool in reading.tools))
-        if tagged or error.at_end or any(text.find(f'"{word}"', start, block.end) >= 0 for word in words):
+        if tagged or _asks(reading, text[start : block.end], begins and error.at_end):
             return block
     return Block((), max(error.place, start + 1), is_prose=True)
+
+
+def _asks(reading: Reading, text: str, is_open: bool) -> bool:
+    """Whether broken JSON is a call. Without tools a name and arguments are enough, or a name where it breaks off."""
+    if reading.was_cut and is_open:
+        return True
+    if not reading.tools:
+        return bool(_HEAD.match(text)) and (is_open or any(f'"{key}"' in text for key in _KEYS))
+    return asked_for_in(text, reading.tools) is not None
 
 
 def _tags(tools: Sequence[ToolSpec]) -> dict[str, Any]:

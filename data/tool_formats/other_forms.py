@@ -17,18 +17,17 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+from data.tool_formats.asked import ARGUMENT_KEYS, NAME_KEYS, asked_for, asked_for_in, describes_tool
 from data.tool_formats.fences import FENCE, code_end
-from data.tool_formats.json_calls import ARGUMENT_KEYS, describes_tool, read_json
+from data.tool_formats.json_calls import json_end, read_json
 from data.tool_formats.parts import Malformed
 from data.tool_formats.python_calls import bracket_end, read_arguments, statement_end
 from envs.types import ToolSpec
 
 _MAX_TRIES = 32
 """Places at which brackets are tried: where none of them closes, each try reads the rest of the turn."""
-_NAMES = ("name", "tool", "tool_name", "function", "function_name", "action", "recipient_name")
 _WRAPPERS = ("function", "function_call", "tool_call", "tool_calls", "tool_uses")
-_BESIDES = {"id", "call_id", "type"}
-_VALUE = re.compile(rf"""{FENCE}|\{{(?=\s*["'}}])|\[(?=\s*\{{)""", re.MULTILINE)
+_VALUE = re.compile(rf"""{FENCE}|\{{(?=\s*(?:["'}}]|\w+\s*:))|\[(?=\s*\{{)""", re.MULTILINE)
 _INLINE = re.compile(r"(?<!`)`(?!`)[^`\n]+`(?!`)")
 _PREFIX = r"(?:functions\.|default_api\.)?"
 
@@ -40,10 +39,9 @@ def called_in_other_forms(content: str, tools: Sequence[ToolSpec]) -> list[str]:
     >>> called_in_other_forms('lookup(key="a")', [lookup]), called_in_other_forms("I used lookup.", [lookup])
     (['lookup'], [])
     """
-    names = {tool.name for tool in tools}
-    if called := [name for value in _values(content) for name in _named(value, names)]:
+    if called := [name for value in _values(content) for name in _named(value, tools)]:
         return called
-    known = [name for name in sorted(names, key=len, reverse=True) if name in content]
+    known = [name for name in sorted({tool.name for tool in tools}, key=len, reverse=True) if name in content]
     if not known:
         return []
     name = f"(?P<name>{'|'.join(map(re.escape, known))})"
@@ -51,7 +49,8 @@ def called_in_other_forms(content: str, tools: Sequence[ToolSpec]) -> list[str]:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON objects and lists of objects in a text, and the ones that Python would write."""
+    """The JSON objects and lists of objects in a text, and the ones that Python would write; the text of those that
+    cannot be read."""
     place, tries = 0, 0
     while (found := _VALUE.search(text, place)) and tries < _MAX_TRIES:
         if found["fence"] or found["inline"]:
@@ -61,7 +60,10 @@ def _values(text: str) -> Iterator[Any]:
             value, place = read_json(text, found.start())
         except Malformed as error:
             tries += 1
-            value, place = _python_value(text, found.start(), max(error.place, found.end()))
+            start = found.start()
+            value, place = _python_value(text, start, max(error.place, found.end()))
+            if value is None:
+                value = text[start : json_end(text, start, len(text))]
         yield value
 
 
@@ -75,23 +77,22 @@ def _python_value(text: str, start: int, otherwise: int) -> tuple[Any, int]:
     return positional[0], end
 
 
-def _named(value: Any, names: set[str]) -> Iterator[str]:
+def _named(value: Any, tools: Sequence[ToolSpec]) -> Iterator[str]:
     """The tools that an object, or each object of a list, calls. Without any tools, a name and arguments are enough."""
+    if isinstance(value, str) and (name := asked_for_in(value, tools)):
+        yield name
     if isinstance(value, list):
         for one in value:
-            yield from _named(one, names)
+            yield from _named(one, tools)
     if not isinstance(value, dict) or describes_tool(value):
         return
     for key in _WRAPPERS:
         if isinstance(value.get(key), dict | list):
-            yield from _named(value[key], names)
-    key = next((key for key in _NAMES if isinstance(value.get(key), str)), None)
-    if key is None:
-        return
-    has_arguments = bool(ARGUMENT_KEYS & value.keys())
-    is_known = value[key] in names and (has_arguments or value.keys() <= {key} | _BESIDES)
-    if is_known or (has_arguments and not names):
-        yield value[key]
+            yield from _named(value[key], tools)
+    if name := asked_for(value, tools):
+        yield name
+    elif not tools and ARGUMENT_KEYS & value.keys():
+        yield from [value[key] for key in NAME_KEYS if isinstance(value.get(key), str)][:1]
 
 
 def _marked(text: str, name: str) -> Iterator[str]:

@@ -128,6 +128,55 @@ def test_prose_code_and_data_stay_an_answer_b11(any_format: ToolFormat, text: st
     assert parse(any_format, text) == ParsedTurn(content=text, calls=())
 
 
+BROKEN = [
+    '{"type": "function", "name": "search", "parameters": {"query": "x"}',
+    '{"type": "function", "name": "search", "parameters": {"query": "x}}',
+    '{"type": "function", "name": "search", "parameters": {"query": "say "hi""}}',
+    '{"parameters": {"query": "x"}, "name": "search"',
+    '{"function": "search", "parameters": {"query": "x"}',
+    '{"type": "function", "function": {"name": "search", "parameters": {"query": "x"}}',
+    '{"tool_calls": [{"function": {"name": "search", "arguments": {"query": "x"}}]}',
+    '{"name": "search", "arguments": {"query": "x",}}',
+    '{"name" "search", "parameters": {"query": "x"}}',
+    '{"name": search, "parameters": {"query": "x"}}',
+    '{name: "search", parameters: {query: "x"}}',
+    "{'tool': 'search', 'args': {'query': x}}",
+    '{"name": "search"',
+    '{"name": "get_weather", "location": "Paris",}',
+]
+
+
+@pytest.mark.parametrize("written", BROKEN)
+def test_an_object_that_cannot_be_read_and_asks_for_a_tool_b11_b03(any_format: ToolFormat, written: str) -> None:
+    """Whatever key comes first, and whatever it is that is wrong."""
+    for around in ("{}", "I will look.\n{}", "```json\n{}\n```"):
+        calls = parse(any_format, around.replace("{}", written)).calls
+        assert calls, around
+        assert all(isinstance(call, CallError) for call in calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"parameters": {"lr": 0.1}}',
+        '{"parameters": [1, 2]}',
+        '{"name": "Alice", "parameters": [1, 2]}',
+        '```json\n{"name": "adam", "parameters": null}\n```',
+        'The best run: {"name": "adam-lr3", "parameters": {"lr": 0.1}, "loss": 0.3}',
+        '{"arguments": ["a"], "name": 5}',
+        '{"name": "search", "version": "3.11"}',
+        '{"name": "search", "version": "3.11",}',
+        '{"name": "Bob", "role": "search", "x": 1, // c\n}',
+        '{"name": "adam", "parameters": {"search": 1},}',
+        '{"name": "search", "strict": true, "parameters": {"type": "object", "properties": {}}}',
+        '{"name": "search", "parameters": {"type": "object", "properties": {},}}',
+    ],
+)
+def test_data_with_the_keys_of_a_call_is_an_answer_b11(any_format: ToolFormat, text: str) -> None:
+    """It names no tool, or asks nothing of one."""
+    assert parse(any_format, text) == ParsedTurn(content=text, calls=())
+
+
 def test_without_tools_an_object_may_name_any_and_python_none_b11(any_format: ToolFormat) -> None:
     (error,) = parse(any_format, '{"tool": "fetch", "args": {}}', ()).calls
     assert isinstance(error, CallError)
