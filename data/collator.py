@@ -1,8 +1,7 @@
-"""Samples → micro-batches: rows of equal capacity that each hold one or more samples, and back again.
+"""Samples → micro-batches: one row each, without padding, in which samples share their beginnings; and back again.
 
-Samples are packed into rows no longer than the longest sample, so attention costs what it costs for one sample, and
-little is padding. `position_ids` restart at each sample, which is what keeps samples apart in attention;
-models must be called with `use_cache=False`, or transformers ignores the restarts.
+A row is made of pieces (`data.prefix_tree`): what samples have in common is there once, and its hidden states serve all
+of them. `train.tree_attention` lets each piece see its ancestors and nothing else.
 """
 
 from __future__ import annotations
@@ -14,81 +13,101 @@ import torch
 from torch import Tensor
 
 from data.gate import GateError
+from data.packing import distribute
+from data.prefix_tree import Piece, PrefixTree, grow_tree, piece_path
 from data.types import TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a sample lies in a micro-batch: row, and first column."""
+    """Where a sample lies in a micro-batch: its pieces, by number, its beginning first."""
 
     sample: TrainingSample
-    row: int
-    start: int
+    path: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward pass takes; every tensor is `[R, C]` (rows, columns).
+    """What one forward pass takes; every tensor is `[C]` (columns of the one row).
 
-    position_ids: restart at 0 with each sample and in the padding at a row's end.
-    loss_mask: True where the token is trained (its logprob is predicted one column earlier).
-    sampled_logprobs, advantages: as in the samples; 0 in the padding.
+    token_ids: in pieces; what samples share is there once.
+    position_ids: counted along each sample, so they go on from piece to piece.
+    previous: the column of the token before, whose hidden state predicts this one; -1 for the first of a sample.
+    loss_mask: True where the token is trained. No token that several samples share is.
+    sampled_logprobs, advantages: as in the samples; 0 where not trained.
     loss_weights: what a trained token's loss is multiplied with; the loss of a step is the plain sum over all its
         micro-batches and processes, so no split changes it. 0 where not trained.
+
+    Two samples with the prompt `7 8` and the answers `4` and `5 2`:
+
+        token_ids     [ 7, 8, 4, 5, 2]
+        position_ids  [ 0, 1, 2, 2, 3]
+        previous      [-1, 0, 1, 1, 3]
+        loss_mask     [ F, F, T, T, T]
+        pieces        columns 0 and 1; column 2 (parent 0); columns 3 and 4 (parent 0)
     """
 
     token_ids: Tensor
     position_ids: Tensor
+    previous: Tensor
     loss_mask: Tensor
     sampled_logprobs: Tensor
     advantages: Tensor
     loss_weights: Tensor
+    pieces: tuple[Piece, ...]
     placements: tuple[Placement, ...]
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = (
-            "token_ids", "position_ids", "loss_mask", "sampled_logprobs", "advantages", "loss_weights",
+            "token_ids", "position_ids", "previous", "loss_mask", "sampled_logprobs", "advantages", "loss_weights",
         )  # fmt: skip
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
 def pack(
-    samples: Sequence[TrainingSample], weights: Sequence[float], *, max_tokens: int, pad_token_id: int
+    samples: Sequence[TrainingSample],
+    weights: Sequence[float],
+    *,
+    max_tokens: int,
+    processes: int = 1,
+    whole_trajectories: bool = False,
+    attention_cost: float = 0.0,
 ) -> list[MicroBatch]:
-    """Pack samples into micro-batches of at most `max_tokens` tokens, padding included.
+    """Pack samples into micro-batches of at most `max_tokens` computed tokens; see `data.packing.distribute`.
 
-    The same samples give the same micro-batches in every process. `weights[i]` is the loss weight of each trained token
-    of sample i.
+    `weights[i]` is the loss weight of each trained token of sample i. Micro-batch i is for process i % `processes`; an
+    empty one has a single token, which is not trained: a process that computes it takes part and changes nothing.
 
     Raises:
-        ValueError: a sample is longer than `max_tokens`.
+        ValueError: a sample, or what must stay together, is longer than `max_tokens`.
     """
-    if not samples:
-        return []
-    capacity = max(len(sample) for sample in samples)
-    if capacity > max_tokens:
-        raise ValueError(f"a sample has {capacity} tokens; raise max_micro_batch_tokens (now {max_tokens})")
-    rows = _fill_rows([len(sample) for sample in samples], capacity)
-    rows_each = max_tokens // capacity
-    return [
-        _micro_batch([[(samples[i], weights[i]) for i in row] for row in rows[first : first + rows_each]], pad_token_id)
-        for first in range(0, len(rows), rows_each)
-    ]
+    batches = distribute(
+        samples,
+        max_tokens=max_tokens,
+        processes=processes,
+        whole_trajectories=whole_trajectories,
+        attention_cost=attention_cost,
+    )
+    return [_micro_batch([samples[i] for i in batch], [weights[i] for i in batch]) for batch in batches]
+
+
+def columns_of(batch: MicroBatch, placement: Placement) -> Tensor:
+    """The columns `[L]` that hold a sample's tokens, on the CPU."""
+    return torch.cat([torch.arange(batch.pieces[i].start, batch.pieces[i].stop) for i in placement.path])
 
 
 def unpack(batch: MicroBatch) -> list[TrainingSample]:
     """The samples as the tensors hold them now: what the gate reads, so that it checks what is really trained."""
     samples: list[TrainingSample] = []
     for placement in batch.placements:
-        columns = slice(placement.start, placement.start + len(placement.sample))
-        row = placement.row
+        columns = columns_of(batch, placement)
         samples.append(
             replace(
                 placement.sample,
-                token_ids=tuple(batch.token_ids[row, columns].tolist()),
-                loss_mask=tuple(batch.loss_mask[row, columns].tolist()),
-                sampled_logprobs=tuple(batch.sampled_logprobs[row, columns].tolist()),
-                advantages=tuple(batch.advantages[row, columns].tolist()),
+                token_ids=tuple(batch.token_ids[columns].tolist()),
+                loss_mask=tuple(batch.loss_mask[columns].tolist()),
+                sampled_logprobs=tuple(batch.sampled_logprobs[columns].tolist()),
+                advantages=tuple(batch.advantages[columns].tolist()),
             )
         )
     return samples
@@ -100,83 +119,107 @@ def trajectory_index(batch: MicroBatch) -> Tensor:
     index = torch.zeros(batch.token_ids.shape, dtype=torch.long)
     numbers: dict[str, int] = {}
     for placement in batch.placements:
-        number = numbers.setdefault(placement.sample.trajectory_id, len(numbers))
-        index[placement.row, placement.start : placement.start + len(placement.sample)] = number
+        index[columns_of(batch, placement)] = numbers.setdefault(placement.sample.trajectory_id, len(numbers))
     return index.to(batch.token_ids.device)[batch.loss_mask]
 
 
 def check_layout(batch: MicroBatch) -> None:
-    """The gate's part that only the tensors show: what lies outside the samples, and what keeps them apart.
+    """The gate's part that only the tensors show: what lies outside the samples, what they share, what keeps them
+    apart.
 
     Raises:
-        GateError: a token of the padding is trained, samples could see each other, or a loss weight is wrong.
+        GateError: a sample would see other tokens than its own, at other places; a token is trained that belongs to no
+            sample or to several, or that nothing predicts; or a loss weight is wrong.
     """
-    positions = torch.zeros_like(batch.position_ids)
-    filled = torch.zeros_like(batch.loss_mask)
-    ends = [0] * len(positions)
+    _check_pieces(batch)
+    owners = torch.zeros(len(batch.token_ids), dtype=torch.long)
     for placement in batch.placements:
-        columns = slice(placement.start, placement.start + len(placement.sample))
-        positions[placement.row, columns] = torch.arange(len(placement.sample))
-        filled[placement.row, columns] = True
-        ends[placement.row] = max(ends[placement.row], columns.stop)
-    for row, end in enumerate(ends):
-        positions[row, end:] = torch.arange(positions.shape[1] - end)
-    if (batch.loss_mask & ~filled).any():
-        raise GateError("gate: a token of the padding is trained")
-    if not torch.equal(positions, batch.position_ids):
-        raise GateError("gate: position_ids do not restart at each sample: samples of a row would see each other")
+        columns = columns_of(batch, placement)
+        owners[columns] += 1
+        _check_path(batch, placement, columns)
+    if batch.placements and (owners == 0).any():
+        raise GateError(f"gate: column {int((owners == 0).nonzero()[0])} of a micro-batch belongs to no sample")
+    wrong = batch.loss_mask & (owners != 1)
+    if wrong.any():
+        column = int(wrong.nonzero()[0])
+        whose = f"{int(owners[column])} samples share" if owners[column] else "belongs to no sample"
+        raise GateError(f"gate: the token in column {column} is trained, which {whose}")
+    if (batch.loss_mask & (batch.previous < 0)).any():
+        raise GateError("gate: the first token of a sample is trained, and nothing predicts it")
     weights = batch.loss_weights
     if not weights.isfinite().all() or (weights != 0)[~batch.loss_mask].any() or (weights <= 0)[batch.loss_mask].any():
         raise GateError("gate: loss_weights must be positive where a token is trained, and 0 elsewhere")
 
 
-def _fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: indices of samples for each row, no row longer than `capacity`.
-
-    >>> _fill_rows([3, 5, 2], 5)
-    [[1], [0, 2]]
-    """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = next((row for row, free in enumerate(room) if free >= lengths[index]), None)
-        if place is None:
-            rows.append([index])
-            room.append(capacity - lengths[index])
-        else:
-            rows[place].append(index)
-            room[place] -= lengths[index]
-    return rows
+def _check_pieces(batch: MicroBatch) -> None:
+    """The pieces are the row, without gap or overlap, and each continues an earlier one."""
+    end = 0
+    for number, piece in enumerate(batch.pieces):
+        if piece.start != end or piece.stop <= end or not (piece.parent is None or 0 <= piece.parent < number):
+            raise GateError(f"gate: piece {number} of a micro-batch does not continue the row: {piece}")
+        end = piece.stop
+    if end != len(batch.token_ids):
+        raise GateError(f"gate: the pieces of a micro-batch end at column {end} of {len(batch.token_ids)}")
 
 
-def _micro_batch(rows: Sequence[Sequence[tuple[TrainingSample, float]]], pad_token_id: int) -> MicroBatch:
-    columns = max(sum(len(sample) for sample, _ in row) for row in rows)
-    shape = (len(rows), columns)
-    token_ids = torch.full(shape, pad_token_id, dtype=torch.long)
-    position_ids = torch.zeros(shape, dtype=torch.long)
-    loss_mask = torch.zeros(shape, dtype=torch.bool)
-    sampled_logprobs, advantages, loss_weights = (torch.zeros(shape) for _ in range(3))
-    placements: list[Placement] = []
-    for index, row in enumerate(rows):
-        start = 0
-        for sample, weight in row:
-            span = slice(start, start + len(sample))
-            token_ids[index, span] = torch.tensor(sample.token_ids)
-            position_ids[index, span] = torch.arange(len(sample))
-            loss_mask[index, span] = torch.tensor(sample.loss_mask)
-            sampled_logprobs[index, span] = torch.tensor(sample.sampled_logprobs)
-            advantages[index, span] = torch.tensor(sample.advantages)
-            loss_weights[index, span] = weight * loss_mask[index, span]
-            placements.append(Placement(sample=sample, row=index, start=start))
-            start += len(sample)
-        # The padding is a sample of its own, so that it can see nobody and nobody sees it.
-        position_ids[index, start:] = torch.arange(columns - start)
+def _check_path(batch: MicroBatch, placement: Placement, columns: Tensor) -> None:
+    """What attention lets a sample see is that sample, token for token, counted from 0."""
+    sample = placement.sample
+    if piece_path(batch.pieces, placement.path[-1]) != placement.path:
+        raise GateError(f"gate: trajectory {sample.trajectory_id}: its pieces {placement.path} are no path")
+    expected = {
+        "token_ids": torch.tensor(sample.token_ids),
+        "position_ids": torch.arange(len(sample)),
+        "previous": torch.cat([torch.tensor([-1]), columns[:-1]]),
+    }
+    for name, values in expected.items():
+        found = getattr(batch, name)[columns]
+        if len(found) != len(values) or (found != values).any():
+            where = f", first at its token {int((found != values).nonzero()[0])}" if len(found) == len(values) else ""
+            raise GateError(
+                f"gate: trajectory {sample.trajectory_id}: {name} of the row are not the sample's{where}; it would see "
+                "other tokens than its own"
+            )
+
+
+def _micro_batch(samples: Sequence[TrainingSample], weights: Sequence[float]) -> MicroBatch:
+    tree = grow_tree(samples) if samples else _empty_tree()
+    count = len(tree.token_ids)
+    position_ids, previous = (torch.full((count,), -1, dtype=torch.long) for _ in range(2))
+    for piece in tree.pieces:
+        before = -1 if piece.parent is None else tree.pieces[piece.parent].stop - 1
+        first = 0 if before < 0 else int(position_ids[before]) + 1
+        position_ids[piece.start : piece.stop] = torch.arange(first, first + len(piece))
+        previous[piece.start : piece.stop] = torch.arange(piece.start - 1, piece.stop - 1)
+        previous[piece.start] = before
+    loss_mask = torch.zeros(count, dtype=torch.bool)
+    sampled_logprobs, advantages, loss_weights = (torch.zeros(count) for _ in range(3))
+    for sample, weight, leaf in zip(samples, weights, tree.leaves, strict=True):
+        # Nothing that is shared is trained: what is to be filled in lies in the sample's own piece.
+        piece = tree.pieces[leaf]
+        own, tail = slice(piece.start, piece.stop), slice(len(sample) - len(piece), None)
+        loss_mask[own] = torch.tensor(sample.loss_mask[tail])
+        sampled_logprobs[own] = torch.tensor(sample.sampled_logprobs[tail])
+        advantages[own] = torch.tensor(sample.advantages[tail])
+        loss_weights[own] = weight * loss_mask[own]
     return MicroBatch(
-        token_ids=token_ids,
+        token_ids=torch.tensor(tree.token_ids),
         position_ids=position_ids,
+        previous=previous,
         loss_mask=loss_mask,
         sampled_logprobs=sampled_logprobs,
         advantages=advantages,
         loss_weights=loss_weights,
-        placements=tuple(placements),
+        pieces=tuple(tree.pieces),
+        placements=tuple(
+            Placement(sample=sample, path=piece_path(tree.pieces, leaf))
+            for sample, leaf in zip(samples, tree.leaves, strict=True)
+        ),
     )
+
+
+def _empty_tree() -> PrefixTree:
+    """One token, whichever: a model cannot be called with none."""
+    tree = PrefixTree()
+    tree.add((0,), None)
+    return tree

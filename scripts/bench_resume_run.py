@@ -131,7 +131,6 @@ async def small_run(
         config=config,
         optimizer=OptimizerConfig(learning_rate=3e-3),
         temperature=1.0,
-        pad_token_id=1,
     )
     if found:
         learner.load_state(load_state(found[0]))

@@ -30,7 +30,7 @@ from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
 from train.lora import load_trained
 from train.metrics import MetricsLog, start_wandb
-from train.model import check_model_folder, load_tokenizer, pad_token_id
+from train.model import check_model_folder, load_tokenizer
 from train.reference import load_reference
 
 
@@ -183,7 +183,6 @@ def _probes(runner: Runner) -> list[list[int]]:
 
 
 def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) -> Learner:
-    tokenizer = load_tokenizer(settings.model)
     return Learner(
         load_trained(
             model_path,
@@ -196,7 +195,6 @@ def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) 
         config=settings.grpo,
         optimizer=settings.optimizer,
         temperature=settings.rollout.sampling.temperature,
-        pad_token_id=pad_token_id(tokenizer),
         max_trajectory_tokens=settings.rollout.limits.max_trajectory_tokens,
         # Of the folder that the run started from, also where it continues from a checkpoint.
         reference=load_reference(settings.model, config=settings.grpo, lora=settings.lora, device=accelerator.device),

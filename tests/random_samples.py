@@ -38,7 +38,7 @@ def tiny_model(seed: int = 0, *, tie_word_embeddings: bool = True) -> LlamaForCa
 
 def tiny_learner(model: PreTrainedModel, config: GrpoConfig, optimizer: OptimizerConfig) -> Learner:
     """A learner in this one process, for samples as `random_samples` makes them."""
-    return Learner(model, Accelerator(cpu=True), config=config, optimizer=optimizer, temperature=1.0, pad_token_id=1)
+    return Learner(model, Accelerator(cpu=True), config=config, optimizer=optimizer, temperature=1.0)
 
 
 def random_samples(count: int, *, seed: int = 0, advantages: list[float] | None = None) -> list[TrainingSample]:

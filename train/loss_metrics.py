@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.collator import MicroBatch
+from data.collator import MicroBatch, columns_of
 from train.config import GrpoConfig
 from train.correction import Correction, kl_estimate, trajectory_sums
 
@@ -157,10 +157,10 @@ def mean_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def name_token(batch: MicroBatch, index: int) -> str:
     """Which token is the batch's trained token number `index`, for a person: trajectory, completion, place in it."""
-    row, column = (int(place) for place in batch.loss_mask.nonzero()[index])
+    column = int(batch.loss_mask.nonzero()[index])
     for placement in batch.placements:
-        sample, position = placement.sample, column - placement.start
-        if placement.row == row and 0 <= position < len(sample):
+        sample = placement.sample
+        for position in (columns_of(batch, placement) == column).nonzero().flatten().tolist():
             completion = sample.completion_ids[sample.completion_index[position]]
             return f"{sample.trajectory_id}: {completion}[{sample.completion_position[position]}]"
-    raise AssertionError(f"row {row}, column {column} is in no sample")
+    raise AssertionError(f"column {column} is in no sample")

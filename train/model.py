@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.collator import MicroBatch
+from data.prefix_tree import Piece
 from train.head import head_logprobs
+from train.tree_attention import use_tree_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,11 +41,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"model {path}: no tokenizer can be loaded: {why}") from error
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What rows are filled up with; padding is told by position, so any id will do where a tokenizer has none."""
-    return tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-
-
 def load_model(path: str, *, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model of a folder, in training mode.
 
@@ -62,43 +60,71 @@ def load_model(path: str, *, dtype: str, device: torch.device) -> PreTrainedMode
 
 @torch.no_grad()
 def check_scoring(model: PreTrainedModel, *, name: str) -> None:
-    """Score two random samples alone and packed into one row, the way that the trainer does, and compare.
+    """Score random samples alone and packed into one row, where two share their beginning, the way that the trainer
+    does, and compare.
 
-    Packed samples are kept apart by `position_ids` alone, and only attention heeds them: recurrent and convolutional
-    layers carry on across the border. And logits that are more than the head's matrix product (a cap, a scale) could
-    not be had at single positions. The model is left in evaluation mode.
+    Packed samples are kept apart by attention alone: recurrent and convolutional layers carry on across the border. And
+    logits that are more than the head's matrix product (a cap, a scale) could not be had at single positions. The model
+    is left in evaluation mode, with the attention that it had.
 
     Raises:
-        ValueError: packed samples see each other, or the model's own logits are others than its head gives.
+        ValueError: packed samples see each other, attention or logits are more than can be computed here, or the
+            model's own logits are others.
     """
     model.eval()
-    embeddings: Any = model.get_input_embeddings()
-    n = _CHECK_TOKENS
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(embeddings.num_embeddings, (1, 2 * n), generator=generator).to(model.device)
-    hidden = hidden_states(model, token_ids, torch.arange(n, device=model.device).repeat(2)[None])
-    packed, _ = token_logprobs(model, hidden[0, :-1], token_ids[0, 1:], temperature=1.0)
-    packed_gap = own_gap = 0.0
-    for first in (0, n):
-        one = token_ids[:, first : first + n]
-        alone = torch.tensor(score(model, one[0].tolist()), device=model.device)
-        logits = model(input_ids=one, use_cache=False).logits[0, :-1].float()
-        own = torch.log_softmax(logits, dim=-1).gather(-1, one[0, 1:, None])[:, 0]
-        packed_gap = max(packed_gap, (packed[first : first + n - 1] - alone).abs().mean().item())
-        own_gap = max(own_gap, (own - alone).abs().mean().item())
+    attention = str(model.config._attn_implementation)
+    try:
+        packed_gap, own_gap = _scoring_gaps(model)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"model {name}: {_first_line(error)}, so it cannot be trained here") from error
+    finally:
+        model.set_attn_implementation(attention)
     tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
     kind = type(model).__name__
-    if packed_gap > tolerance:
+    # Written so that NaN is refused as well.
+    if not packed_gap <= tolerance:
         raise ValueError(
             f"model {name}: samples packed into one row see each other in {kind} (their logprobs move by "
-            f"{packed_gap:.2g} nats on average), so it cannot be trained here; take one that keeps them apart by "
-            "position_ids, as Llama and Qwen3 do"
+            f"{packed_gap:.2g} nats on average), so it cannot be trained here; take one whose layers only attend, as "
+            "those of Llama and Qwen3 do"
         )
-    if own_gap > tolerance:
+    if not own_gap <= tolerance:
         raise ValueError(
             f"model {name}: the logits of {kind} are more than its head's matrix product, a cap or a scale (logprobs "
             f"differ by {own_gap:.2g} nats on average), so it cannot be trained here; take a model without"
         )
+
+
+def _scoring_gaps(model: PreTrainedModel) -> tuple[float, float]:
+    """How far logprobs of packed samples are from those alone, and the model's own from both (nats, means of a
+    sample's tokens, the largest)."""
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise ValueError(f"the head of {type(model).__name__} is no linear layer")
+    embeddings: Any = model.get_input_embeddings()
+    n = _CHECK_TOKENS
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(embeddings.num_embeddings, (4 * n,), generator=generator).to(model.device)
+    parents = (None, 0, 0, None)
+    pieces = [Piece(start=i * n, stop=(i + 1) * n, parent=parent) for i, parent in enumerate(parents)]
+    paths = [(0, 1), (0, 2), (3,)]
+    columns = [torch.cat([torch.arange(i * n, (i + 1) * n) for i in path]).to(model.device) for path in paths]
+    # The model's own logits come first, with its own attention.
+    own = [model(input_ids=token_ids[None, path], use_cache=False).logits[0, :-1].float() for path in columns]
+    ends = torch.arange(n, device=model.device)
+    hidden = hidden_states(model, token_ids, torch.cat([ends, ends + n, ends + n, ends]), pieces)
+    packed_gap = own_gap = 0.0
+    for path, logits in zip(columns, own, strict=True):
+        ids = token_ids[path]
+        alone = torch.tensor(score(model, ids.tolist()), device=model.device)
+        packed, _ = token_logprobs(model, hidden[path[:-1]], ids[1:], temperature=1.0)
+        plain = torch.log_softmax(logits, dim=-1).gather(-1, ids[1:, None])[:, 0]
+        packed_gap = max(packed_gap, (packed - alone).abs().mean().item(), key=_nan_last)
+        own_gap = max(own_gap, (plain - alone).abs().mean().item(), key=_nan_last)
+    return packed_gap, own_gap
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
@@ -123,21 +149,22 @@ def computing(dtype: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=DTYPES[dtype], enabled=dtype != "float32")
 
 
-def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """The head's input `[R, C, H]`. `use_cache=False` is what makes the restarts of `position_ids` separate packed
-    samples; with a cache, transformers lets them see each other."""
+def hidden_states(model: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """The head's input `[C, H]` for a row's `token_ids [C]` and `position_ids [C]`; see `train.tree_attention`."""
+    use_tree_attention(model)
     decoder: Any = model.get_decoder()
-    return decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    row = {"input_ids": token_ids[None], "position_ids": position_ids[None]}
+    return decoder(**row, use_cache=False, pieces=pieces).last_hidden_state[0]
 
 
 def trained_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs `[n]` (nats) and entropies `[n]` (no graph) at the batch's trained tokens, row by row.
+    """Logprobs `[n]` (nats) and entropies `[n]` (no graph) at the batch's trained tokens, by column.
 
-    The token in column t is predicted by the hidden state of column t - 1; only those states go through the head.
+    A token is predicted by the hidden state of the token before it; only those states go through the head.
     """
-    hidden = hidden_states(model, batch.token_ids, batch.position_ids)
-    predicts = batch.loss_mask[:, 1:]
-    return token_logprobs(model, hidden[:, :-1][predicts], batch.token_ids[:, 1:][predicts], temperature=temperature)
+    hidden = hidden_states(model, batch.token_ids, batch.position_ids, batch.pieces)
+    predictors = batch.previous[batch.loss_mask]
+    return token_logprobs(model, hidden[predictors], batch.token_ids[batch.loss_mask], temperature=temperature)
 
 
 def token_logprobs(
@@ -151,9 +178,10 @@ def token_logprobs(
 @torch.no_grad()
 def score(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
     """Logprobs `[n - 1]` (nats, temperature 1) of tokens 1 to n-1: what the engine's `score` must equal."""
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    hidden = hidden_states(model, ids, torch.arange(ids.shape[1], device=model.device)[None])
-    logprobs, _ = token_logprobs(model, hidden[0, :-1], ids[0, 1:], temperature=1.0)
+    ids = torch.tensor(list(token_ids), device=model.device)
+    whole = [Piece(start=0, stop=len(ids), parent=None)]
+    hidden = hidden_states(model, ids, torch.arange(len(ids), device=model.device), whole)
+    logprobs, _ = token_logprobs(model, hidden[:-1], ids[1:], temperature=1.0)
     return logprobs.tolist()
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from data.collator import MicroBatch, pack, unpack
+from data.collator import MicroBatch, columns_of, pack, unpack
 from data.gate import GateError, check_batch
 from data.ledger import Ledger
 from data.types import Completion, Excluded, Segment, Source, TokenStream, TrainingSample
@@ -211,23 +212,23 @@ def test_a_trained_first_token_is_refused() -> None:
         check_batch(samples, ledger)
 
 
-# (what is done to the packed tensors in row `r` at the column `c` of the first sample's start, token, rule)
-TENSOR_MUTATIONS: dict[str, tuple[Callable[[MicroBatch, int, int], None], int, str]] = {
+# (what is done to the packed tensors, given the first sample's columns `c`; token, rule)
+TENSOR_MUTATIONS: dict[str, tuple[Callable[[MicroBatch, Tensor], object], int, str]] = {
     "the mask shifted right by one": (
-        lambda b, r, c: b.loss_mask[:, 1:].copy_(b.loss_mask[:, :-1].clone()), FIRST, "either trained or excluded",
+        lambda b, c: b.loss_mask.copy_(b.loss_mask.roll(1)), FIRST, "either trained or excluded",
     ),
     "the ids shifted right by one": (
-        lambda b, r, c: b.token_ids.copy_(b.token_ids.roll(1, dims=1)), FIRST, "token id 2 is not",
+        lambda b, c: b.token_ids.copy_(b.token_ids.roll(1)), FIRST, "token id 2 is not",
     ),
     "a tool token trained": (
-        lambda b, r, c: b.loss_mask[r].__setitem__(c + TOOL, True), TOOL, "a tool token is trained",
+        lambda b, c: b.loss_mask.__setitem__(c[TOOL], True), TOOL, "a tool token is trained",
     ),
     "an advantage of nan": (
-        lambda b, r, c: b.advantages[r].__setitem__(c + FIRST, torch.nan), FIRST, "advantage nan is not a number",
+        lambda b, c: b.advantages.__setitem__(c[FIRST], torch.nan), FIRST, "advantage nan is not a number",
     ),
-    "the logprobs zeroed": (lambda b, r, c: b.sampled_logprobs.zero_(), FIRST, "logprob 0.0 is not"),
+    "the logprobs zeroed": (lambda b, c: b.sampled_logprobs.zero_(), FIRST, "logprob 0.0 is not"),
     "a logprob in half precision": (
-        lambda b, r, c: b.sampled_logprobs.copy_(b.sampled_logprobs.bfloat16()), LAST, "is not the sampled -0.01 nats",
+        lambda b, c: b.sampled_logprobs.copy_(b.sampled_logprobs.bfloat16()), LAST, "is not the sampled -0.01 nats",
     ),
 }  # fmt: skip
 
@@ -236,10 +237,10 @@ TENSOR_MUTATIONS: dict[str, tuple[Callable[[MicroBatch, int, int], None], int, s
 def test_a_change_to_the_packed_tensors_is_refused(name: str) -> None:
     mutate, token, rule = TENSOR_MUTATIONS[name]
     samples, ledger = good_batch()
-    (batch,) = pack(samples, [1.0] * len(samples), max_tokens=100, pad_token_id=0)
+    (batch,) = pack(samples, [1.0] * len(samples), max_tokens=100)
     check_batch(unpack(batch), ledger)
     place = next(place for place in batch.placements if place.sample.trajectory_id == "a/0")
-    mutate(batch, place.row, place.start)
+    mutate(batch, columns_of(batch, place))
     with pytest.raises(GateError, match=re.escape(f"trajectory a/0, token {token}: ") + ".*" + re.escape(rule)):
         check_batch(unpack(batch), ledger)
 

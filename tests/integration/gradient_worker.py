@@ -6,6 +6,7 @@ ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 -m tests
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,16 +25,18 @@ def main() -> None:
         config=GrpoConfig(loss_type=loss_type, beta=0.1, max_micro_batch_tokens=100),  # type: ignore[arg-type]
         optimizer=OptimizerConfig(),
         temperature=0.7,
-        pad_token_id=1,
         reference=tiny_model(seed=1).eval(),
     )
-    # An odd number of micro-batches: one process has less to do than the other, and must still take part.
-    batches = learner.pack(random_samples(5, advantages=[1.0, -1.0, 0.5, 2.0, -0.5]))
-    assert len(batches) % 2 == 1, len(batches)
-    metrics = learner.gradient(batches)
+    results: dict[str, Any] = {"processes": accelerator.num_processes}
+    # Of one sample only one process has something to do, and the other must still take part.
+    for count in (5, 1):
+        batches = learner.pack(random_samples(count, advantages=[1.0, -1.0, 0.5, 2.0, -0.5][:count]))
+        assert len(batches) % accelerator.num_processes == 0, len(batches)
+        metrics = learner.gradient(batches)
+        gradients = {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}
+        results[f"{count} samples"] = {"gradients": gradients, "metrics": metrics}
     if accelerator.is_main_process:
-        gradients = {name: parameter.grad for name, parameter in learner.model.named_parameters()}
-        torch.save({"gradients": gradients, "metrics": metrics, "processes": accelerator.num_processes}, output)
+        torch.save(results, output)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.collator import MicroBatch, pack, trajectory_index
+from data.collator import MicroBatch, columns_of, pack, trajectory_index
 from data.demonstrations import to_samples
+from data.prefix_tree import Piece
 from data.template_renderer import TemplateRenderer
 from data.types import TrainingSample
 from tests.train.tiny import load_embedded_tokenizer, make_model, sampled_sample, save_model, some_conversations
@@ -26,13 +27,20 @@ from train.sft_data import IGNORED
 ROWS = 4
 
 
-def violations(gradient: Tensor, loss_mask: Tensor) -> list[tuple[int, int]]:
-    """Positions `(row, column)` where there is a gradient `[B, L, H]` though the next token is not trained, or none
-    though it is; `loss_mask [B, L]`."""
+def violations(gradient: Tensor, loss_mask: Tensor, previous: Tensor | None = None) -> list[tuple[int, int]]:
+    """Positions `(row, column)` where there is a gradient `[B, L, H]` though no next token is trained, or none though
+    one is; `loss_mask [B, L]`. The token before is in the column before, or where `previous [L]` says."""
     expected = torch.zeros_like(loss_mask)
-    expected[:, :-1] = loss_mask[:, 1:]
+    if previous is None:
+        expected[:, :-1] = loss_mask[:, 1:]
+    else:
+        expected[:, previous[loss_mask[0]]] = True
     found = gradient.abs().sum(-1) != 0
     return [(int(row), int(column)) for row, column in (found != expected).nonzero()]
+
+
+def grpo_violations(gradient: Tensor, batch: MicroBatch) -> list[tuple[int, int]]:
+    return violations(gradient, batch.loss_mask[None], batch.previous)
 
 
 class HeadInput:
@@ -61,6 +69,20 @@ def reference_gradient(states: Tensor, head: Tensor, token_ids: Tensor, weights:
     logprobs = torch.log_softmax(states @ head.T, dim=-1)[:, :-1]
     picked = logprobs.gather(-1, token_ids[:, 1:, None])[..., 0]
     (-(weights[:, 1:] * picked).sum()).backward()
+    assert states.grad is not None
+    return states.grad
+
+
+def grpo_reference_gradient(states: Tensor, head: Tensor, batch: MicroBatch, weights: Tensor) -> Tensor:
+    """The same `[1, C, H]` for a row of samples that share their beginnings; each sample's logits on their own."""
+    states = states.detach().requires_grad_()
+    loss = torch.zeros(())
+    for placement in batch.placements:
+        columns = columns_of(batch, placement)
+        logprobs = torch.log_softmax(states[0, columns] @ head.T, dim=-1)[:-1]
+        picked = logprobs.gather(-1, batch.token_ids[columns][1:, None])[:, 0]
+        loss = loss - (weights[columns][1:] * picked).sum()
+    loss.backward()
     assert states.grad is not None
     return states.grad
 
@@ -98,13 +120,12 @@ def sft_trainer(folder: Path, renderer: TemplateRenderer, samples: Sequence[Trai
 def grpo_batches(samples: Sequence[TrainingSample], *, packed: bool) -> list[MicroBatch]:
     weights = sample_weights(samples, "dapo")
     if packed:
-        longest = max(len(sample) for sample in samples)
-        return pack([padded_to(samples[0], longest * 3), *samples[1:]], weights, max_tokens=10_000, pad_token_id=0)
-    return [pack([s], [w], max_tokens=10_000, pad_token_id=0)[0] for s, w in zip(samples, weights, strict=True)]
+        return pack(samples, weights, max_tokens=10_000)
+    return [pack([s], [w], max_tokens=10_000)[0] for s, w in zip(samples, weights, strict=True)]
 
 
 def padded_to(sample: TrainingSample, length: int) -> TrainingSample:
-    """The sample with untrained text in front, so that others fit into one row."""
+    """The sample with untrained text in front."""
     front = length - len(sample)
     fill: dict[str, Any] = {
         "token_ids": (9,), "source": sample.source[:1], "loss_mask": (False,), "sampled_logprobs": (0.0,),
@@ -134,9 +155,12 @@ def test_sft_gradient_through_a_real_step(tmp_path: Path, renderer: TemplateRend
 
 
 def sft_inputs(samples: Sequence[TrainingSample]) -> dict[str, Tensor]:
-    batch = grpo_batches(samples, packed=True)[0]
-    labels = batch.token_ids.where(batch.loss_mask, torch.tensor(IGNORED))
-    return {"input_ids": batch.token_ids, "position_ids": batch.position_ids, "labels": labels}
+    """All samples in one row, kept apart by their positions."""
+    token_ids = torch.cat([torch.tensor(sample.token_ids) for sample in samples])[None]
+    position_ids = torch.cat([torch.arange(len(sample)) for sample in samples])[None]
+    loss_mask = torch.cat([torch.tensor(sample.loss_mask) for sample in samples])[None]
+    labels = token_ids.where(loss_mask, torch.tensor(IGNORED))
+    return {"input_ids": token_ids, "position_ids": position_ids, "labels": labels}
 
 
 def test_sft_gradient_of_packed_rows(tmp_path: Path, renderer: TemplateRenderer) -> None:
@@ -163,6 +187,7 @@ def test_grpo_gradient(renderer: TemplateRenderer, model: Any, packed: bool) -> 
     ]
     batches = grpo_batches(samples, packed=packed)
     assert len(batches) == (1 if packed else 3)
+    assert (len(batches[0].pieces) > len(samples)) == packed, "the samples share their prompt"
     head_input = HeadInput(model)
     for batch in batches:
         logprobs, entropies = trained_logprobs(model, batch, temperature=1.0)
@@ -174,22 +199,22 @@ def test_grpo_gradient(renderer: TemplateRenderer, model: Any, packed: bool) -> 
             trajectory=trajectory_index(batch), entropies=entropies,
         )  # fmt: skip
         policy_loss(tokens, GrpoConfig()).loss.backward()
-        assert violations(head_input.gradient, batch.loss_mask) == []
+        assert grpo_violations(head_input.gradient, batch) == []
         weights = batch.loss_weights * batch.advantages
         head = model.get_output_embeddings().weight.detach()
-        reference = reference_gradient(head_input.states[-1], head, batch.token_ids, weights)
+        reference = grpo_reference_gradient(head_input.states[-1], head, batch, weights)
         torch.testing.assert_close(head_input.gradient, reference, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_mask_shifted_by_one_is_found(renderer: TemplateRenderer, model: Any, shift: int) -> None:
     batch = grpo_batches([sampled_sample(renderer, "tower")], packed=False)[0]
-    shifted = replace(batch, loss_mask=batch.loss_mask.roll(shift, dims=1))
+    shifted = replace(batch, loss_mask=batch.loss_mask.roll(shift))
     head_input = HeadInput(model)
     logprobs, _ = trained_logprobs(model, shifted, temperature=1.0)
     logprobs.sum().backward()
-    assert violations(head_input.gradient, batch.loss_mask) != []
-    assert violations(head_input.gradient, shifted.loss_mask) == []
+    assert grpo_violations(head_input.gradient, batch) != []
+    assert grpo_violations(head_input.gradient, shifted) == []
 
 
 def test_a_label_shifted_by_one_is_found(tmp_path: Path, renderer: TemplateRenderer) -> None:
@@ -211,41 +236,42 @@ def logprobs_by_sample(model: Any, batches: Sequence[MicroBatch]) -> dict[str, T
         with torch.no_grad():
             scattered[batch.loss_mask] = trained_logprobs(model, batch, temperature=1.0)[0]
         for place in batch.placements:
-            row = scattered[place.row, place.start : place.start + len(place.sample)]
-            found[place.sample.trajectory_id] = row[torch.tensor(place.sample.loss_mask)]
+            sample = scattered[columns_of(batch, place)]
+            found[place.sample.trajectory_id] = sample[torch.tensor(place.sample.loss_mask)]
     return found
 
 
 def test_packed_logprobs_equal_unpacked_ones(renderer: TemplateRenderer, model: Any) -> None:
     samples = [sampled_sample(renderer, f"tower {index}", tool_text="7" * (1 + index)) for index in range(3)]
     samples[0] = padded_to(samples[0], 3 * len(samples[2]))
-    packed = pack(samples, [1.0] * 3, max_tokens=10_000, pad_token_id=0)
-    assert packed[0].token_ids.shape[0] == 2, "two samples must share a row"
-    alone = logprobs_by_sample(model, [b for s in samples for b in pack([s], [1.0], max_tokens=10_000, pad_token_id=0)])
+    packed = pack(samples, [1.0] * 3, max_tokens=10_000)
+    assert len(packed) == 1
+    assert sorted(len(place.path) for place in packed[0].placements) == [1, 2, 2], "two of three share their beginning"
+    alone = logprobs_by_sample(model, [b for s in samples for b in pack([s], [1.0], max_tokens=10_000)])
     together = logprobs_by_sample(model, packed)
     for name, logprobs in alone.items():
         torch.testing.assert_close(together[name], logprobs, rtol=0, atol=1e-5)
 
 
-def test_packing_trap_is_real(renderer: TemplateRenderer, model: Any) -> None:
-    """With a cache, transformers lets packed samples see each other: the test above would fail."""
+def test_samples_would_see_each_other_without_pieces(renderer: TemplateRenderer, model: Any) -> None:
+    """Otherwise the test above would see nothing."""
     samples = [sampled_sample(renderer, f"tower {index}") for index in range(2)]
-    batch = pack([padded_to(samples[0], 400), samples[1], samples[1]], [1.0] * 3, max_tokens=10_000, pad_token_id=0)[0]
+    batch = pack([padded_to(samples[0], 400), samples[1]], [1.0] * 2, max_tokens=10_000)[0]
+    one_piece = [Piece(start=0, stop=len(batch.token_ids), parent=None)]
     with torch.no_grad():
-        right = hidden_states(model, batch.token_ids, batch.position_ids)
-        cached = model.model(input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=True)
-    assert (right - cached.last_hidden_state).abs().max() > 1e-2
+        right = hidden_states(model, batch.token_ids, batch.position_ids, batch.pieces)
+        wrong = hidden_states(model, batch.token_ids, batch.position_ids, one_piece)
+    assert (right - wrong).abs().max() > 1e-2
 
 
 def test_replacing_a_packed_neighbour_changes_nothing(renderer: TemplateRenderer, model: Any) -> None:
     """A31."""
     b = sampled_sample(renderer, "b")
-    filler = padded_to(b, 3 * len(b))
+    filler = replace(padded_to(b, 3 * len(b)), trajectory_id="filler")
     found = [
-        logprobs_by_sample(model, pack([replace(filler, trajectory_id="filler"), a, b], [1.0] * 3, max_tokens=10_000,
-                                       pad_token_id=0))["b"]
+        logprobs_by_sample(model, pack([filler, a, b], [1.0] * 3, max_tokens=10_000))["b"]
         for a in (sampled_sample(renderer, "a"), sampled_sample(renderer, "a", tool_text="another result"))
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
 
 
@@ -258,7 +284,7 @@ def test_the_tool_text_is_seen_and_the_loss_mask_is_not(renderer: TemplateRender
     n = len(answer)
 
     def answers(one: TrainingSample) -> Tensor:
-        return logprobs_by_sample(model, pack([one], [1.0], max_tokens=10_000, pad_token_id=0))["tower"][-n:]
+        return logprobs_by_sample(model, pack([one], [1.0], max_tokens=10_000))["tower"][-n:]
 
     plain = torch.tensor(score(model, list(sample.token_ids)))[[i - 1 for i in answer]]
     torch.testing.assert_close(answers(sample), plain, rtol=0, atol=1e-5)
@@ -275,7 +301,7 @@ def test_positions_of_turns_that_stopped_and_turns_that_were_cut(renderer: Templ
     assert sum(stopped.loss_mask) == sum(cut.loss_mask) + 1
     scored = [0.0, *score(model, list(cut.token_ids))]
     sampled = tuple(value if trained else 0.0 for value, trained in zip(scored, cut.loss_mask, strict=True))
-    batch = pack([replace(cut, sampled_logprobs=sampled), stopped], [1.0] * 2, max_tokens=10_000, pad_token_id=0)[0]
+    batch = pack([replace(cut, sampled_logprobs=sampled), stopped], [1.0] * 2, max_tokens=10_000)[0]
     logprobs, _ = trained_logprobs(model, batch, temperature=1.0)
     known = batch.sampled_logprobs[batch.loss_mask]
     torch.testing.assert_close(logprobs[: sum(cut.loss_mask)], known[: sum(cut.loss_mask)], rtol=0, atol=1e-5)

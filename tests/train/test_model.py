@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.random_samples import VOCABULARY, random_samples, tiny_learner, tiny_model
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
 from train.lora import load_trained
-from train.model import load_model, load_tokenizer, score
+from train.model import check_scoring, load_model, load_tokenizer, score
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -37,8 +37,17 @@ TRAINABLE: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "gemma3_text": {"head_dim": 16},
-    "gpt2": GPT2,
-}
+    "gpt2": GPT2,  # places of its own for each position; so has the next (C36)
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "mistral": {"sliding_window": 24},
+    "smollm3": {},
+    "phi3": {},
+    "olmo2": {},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 24,
+        "qk_nope_head_dim": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, **EXPERTS,
+    },
+}  # fmt: skip
 SEE_EACH_OTHER: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 32},
@@ -54,12 +63,16 @@ SEE_EACH_OTHER: dict[str, dict[str, Any]] = {
         "n_groups": 1,
     },
     "recurrent_gemma": {"lru_width": 64, "attention_window_size": 64},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }  # fmt: skip
 MORE_THAN_A_HEAD: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 16, "final_logit_softcapping": 30.0},
+    "gemma3_text": {"head_dim": 16, "final_logit_softcapping": 30.0},
     "cohere": {"logit_scale": 0.0625},
     "granite": {"logits_scaling": 8.0},
+}
+OTHER_ATTENTION: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma2": ({"head_dim": 16}, "its attention has softcap"),
+    "falcon": ({}, "the attention of FalconForCausalLM cannot be replaced"),
+    "stablelm": ({}, "the row's pieces do not reach StableLmAttention"),
 }
 
 
@@ -94,6 +107,20 @@ def test_models_whose_logits_are_more_than_a_matrix_product_are_refused(tmp_path
         load(tmp_path, kind, "float32", **MORE_THAN_A_HEAD[kind])
 
 
+@pytest.mark.parametrize("kind", OTHER_ATTENTION)
+def test_models_with_an_attention_of_another_kind_are_refused(kind: str) -> None:
+    options, says = OTHER_ATTENTION[kind]
+    model = make(kind, **options)
+    with pytest.raises(ValueError, match=rf"^model m: {says}.*, so it cannot be trained here"):
+        check_scoring(model, name="m")
+
+
+def test_a_check_leaves_the_attention_as_it_was() -> None:
+    model = make("llama")
+    check_scoring(model, name="m")
+    assert model(input_ids=torch.tensor([[9, 8]]), attention_mask=torch.tensor([[0, 1]])).logits.isfinite().all()
+
+
 @pytest.mark.parametrize(("kind", "options"), [("lfm2", SEE_EACH_OTHER["lfm2"]), ("cohere", {"logit_scale": 0.0625})])
 def test_rounding_hides_nothing(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cannot be trained here"):
@@ -105,7 +132,7 @@ def test_rounding_hides_nothing(tmp_path: Path, kind: str, options: dict[str, An
     [
         ("gpt2", GPT2),  # 0.1 by default, in layers of their own
         ("llama", {"attention_dropout": 0.5}),  # a number in the attention layers
-        ("falcon", {"attention_dropout": 0.5, "hidden_dropout": 0.5}),  # read from the configuration each time
+        ("opt", {"dropout": 0.5, "ffn_dim": 96, "word_embed_proj_dim": 64}),  # a number in the layers
     ],
 )
 def test_the_first_update_has_a_ratio_of_one(kind: str, options: dict[str, Any]) -> None:

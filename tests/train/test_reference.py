@@ -42,7 +42,6 @@ def make_learner(kind: str, *, beta: float, learning_rate: float = 1e-3) -> Lear
         config=GrpoConfig(beta=beta, max_micro_batch_tokens=128),
         optimizer=OptimizerConfig(learning_rate=learning_rate, max_grad_norm=1e9),
         temperature=1.0,
-        pad_token_id=1,
         reference=reference,
     )
 

@@ -27,7 +27,6 @@ def make_learner(model: Any, config: GrpoConfig, *, temperature: float, referenc
         config=config,
         optimizer=OptimizerConfig(),
         temperature=temperature,
-        pad_token_id=1,
         max_trajectory_tokens=MAX_TRAJECTORY_TOKENS,
         reference=reference,
     )
