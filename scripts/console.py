@@ -23,13 +23,17 @@ _FILE_WORDS: dict[type[OSError], str] = {
     NotADirectoryError: "a part of this path is a file, where a folder should be",
     PermissionError: "permission denied",
 }
+CONTINUES = "start the same command again to continue"
 
 
-def run_main(main: Callable[[], None]) -> None:
+def run_main(main: Callable[[], None], *, again: str = "started again, the same command begins from the start") -> None:
     """Run a command. SIGTERM ends it as Ctrl-C does: sandboxes are removed first.
 
     What a person can do something about is one line and exit code 2; a violated gate is exit code 1; anything else is a
     fault of ours and keeps its traceback. AGENTGRAD_DEBUG=1 keeps every traceback.
+
+    Args:
+        again: what is said after Ctrl-C about a second start.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A script's shell starts its background jobs like this; then SIGTERM would do nothing at all.
@@ -39,7 +43,7 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        print("interrupted; start the same command again to continue", file=sys.stderr)
+        print(f"interrupted; {again}", file=sys.stderr)
         sys.exit(130)
     except BaseExceptionGroup as group:
         expected, other = group.split(EXPECTED)

@@ -117,8 +117,8 @@ async def roll_out(
     """
 
     def ended(trajectory: Trajectory) -> None:
-        tally.add(trajectory)
         on_done(trajectory)
+        tally.add(trajectory)  # after it: what could not be recorded is not there
 
     total = tally.trajectories + sum(len(siblings) for _, siblings in missing)
     async with Scheduler(runner, schedule, on_done=ended, on_lost=tally.add_begun_again) as scheduler:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data.jsonl import replace_text
-from scripts.console import run_main
+from scripts.console import CONTINUES, run_main
 from scripts.run_folder import only_writer
 from scripts.try_sandbox import sandbox_works
 
@@ -283,4 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, again=CONTINUES)

@@ -1,13 +1,20 @@
-"""Evaluate a model folder on held-out tasks: success, pass@k and pass^k, with the trajectories beside the figures."""
+"""Evaluate a model folder on held-out tasks: success, pass@k and pass^k, with the trajectories beside the figures.
+
+Started again, it evaluates anew. The files of an earlier evaluation are there until the new ones take their place.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.ledger import Ledger
+from envs.types import Task
 from rollouts.evaluate import Evaluation, summarise_groups
 from rollouts.record import Record
+from rollouts.runner import Runner
 from rollouts.tally import Tally
 from rollouts.types import TrajectoryGroup
 from scripts.console import run_main
@@ -19,30 +26,20 @@ from train.report.evaluations import EvaluationFile, write_evaluation
 
 
 async def run_eval(settings: EvalSettings) -> Evaluation:
-    """Attempt the tasks, write `output` (JSON) and the trajectories (`output` with .trajectories.jsonl), each as it
-    ends: where nothing could be graded, they say why.
+    """Attempt the tasks, write `output` (JSON) and the trajectories (`output` with .trajectories.jsonl). Until both can
+    be, the trajectories are in a file .unfinished.jsonl, each as it ends: where nothing could be graded, they say why.
 
     Raises:
         ValueError: the files cannot be written, which is found out first.
     """
     output = Path(settings.output)
     check_output(output)
+    finished, unfinished = output.with_suffix(".trajectories.jsonl"), output.with_suffix(".unfinished.jsonl")
     # The tasks are the same whatever the seed of the run, so that runs can be compared.
     tasks = open_env(settings.rollout.env).tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
-    ended: dict[str, TrajectoryGroup] = {}
     ledger = Ledger()
     async with open_runner(settings.rollout, model=settings.model, seed=settings.seed, ledger=ledger) as runner:
-        with Record(output.with_suffix(".trajectories.jsonl"), resolved(settings), anew=True) as record:
-            await roll_out(
-                runner,
-                [(task, range(settings.attempts)) for task in tasks],
-                prefix=settings.name,
-                schedule=settings.rollout.schedule,
-                tally=Tally(),
-                on_done=record.append,
-                on_group=lambda group: ended.update({group.task.task_id: group}),
-            )
-    groups = [ended[task.task_id] for task in tasks]
+        groups = await _sample(settings, runner, tasks, unfinished)
     result = summarise_groups(groups, attempts=settings.attempts)
     file = EvaluationFile(
         name=settings.name,
@@ -52,7 +49,30 @@ async def run_eval(settings: EvalSettings) -> Evaluation:
         evaluation=result,
     )
     write_evaluation(output, file)
+    unfinished.replace(finished)
     return result
+
+
+async def _sample(settings: EvalSettings, runner: Runner, tasks: Sequence[Task], path: Path) -> list[TrajectoryGroup]:
+    """The group of each task; each trajectory is in `path` when it ends."""
+    ended, tally = dict[str, TrajectoryGroup](), Tally()
+    with Record(path, resolved(settings), anew=True) as record:
+        try:
+            await roll_out(
+                runner,
+                [(task, range(settings.attempts)) for task in tasks],
+                prefix=settings.name,
+                schedule=settings.rollout.schedule,
+                tally=tally,
+                on_done=record.append,
+                on_group=lambda group: ended.update({group.task.task_id: group}),
+            )
+        except BaseException:
+            if tally.trajectories:
+                total = len(tasks) * settings.attempts
+                print(f"{tally.trajectories} of {total} trajectories are in {path}", file=sys.stderr)
+            raise
+    return [ended[task.task_id] for task in tasks]
 
 
 def result_line(result: Evaluation) -> str:

@@ -17,7 +17,7 @@ from envs.types import Task
 from rollouts.runner import Runner
 from rollouts.scheduler import ScheduleStatus
 from rollouts.tally import Tally
-from scripts.console import progress, run_main
+from scripts.console import CONTINUES, progress, run_main
 from scripts.dry_run import dry_run
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner
@@ -202,4 +202,4 @@ def _learner(settings: GrpoSettings, model_path: str, accelerator: Accelerator) 
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, again=CONTINUES)

@@ -21,7 +21,7 @@ from rollouts.server_check import differing, score_probe
 from rollouts.server_folder import weights_digest
 from rollouts.tally import Tally
 from rollouts.types import Trajectory
-from scripts.console import run_main
+from scripts.console import CONTINUES, run_main
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner, roll_out
 from scripts.settings import RolloutSettings, first_difference, load_settings, resolved
@@ -58,7 +58,7 @@ async def run_rollouts(settings: RolloutSettings) -> str:
             try:
                 await _sample(settings, record, tally, missing)
             except (asyncio.CancelledError, OutageError) as end:
-                again = "; start the same command again to continue" if isinstance(end, OutageError) else ""
+                again = f"; {CONTINUES}" if isinstance(end, OutageError) else ""
                 print(f"{tally.graded} of {total} trajectories are in {settings.output}{again}", file=sys.stderr)
                 raise
     if not tally.graded:
@@ -154,4 +154,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, again=CONTINUES)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from scripts.console import progress, run_main
+from scripts.console import CONTINUES, progress, run_main
 from scripts.run_folder import only_writer
 from scripts.settings import SftSettings, load_settings, save_resolved
 from train.sft import run_sft
@@ -65,4 +65,4 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, again=CONTINUES)

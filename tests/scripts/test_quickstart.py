@@ -123,7 +123,7 @@ def test_a_signal_ends_all_processes_of_a_stage(tmp_path: Path, signals: list[si
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (tmp_path / "clean").exists()
-    assert errors == "interrupted; start the same command again to continue\n"
+    assert errors == "interrupted; started again, the same command begins from the start\n"
 
 
 def test_under_nohup_the_end_of_the_terminal_ends_nothing() -> None:

@@ -165,15 +165,15 @@ ATTEMPTS = 12
 class Worker:
     """A started command, ten tasks at `ATTEMPTS`; it is killed at the end of its test, whatever comes."""
 
-    def __init__(self, output: Path) -> None:
-        command = [sys.executable, "-m", "scripts.run_rollouts", *ARGUMENTS, "--attempts", str(ATTEMPTS)]
+    def __init__(self, output: Path, command: str = "run_rollouts") -> None:
+        started = [sys.executable, "-m", f"scripts.{command}", *ARGUMENTS, "--attempts", str(ATTEMPTS)]
         self.output = output
         self.process = subprocess.Popen(
-            [*command, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*started, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def wait_for_lines(self, count: int) -> None:
-        while self.process.poll() is None and _lines(self.output) < count:
+    def wait_for_lines(self, count: int, path: Path | None = None) -> None:
+        while self.process.poll() is None and _lines(path or self.output) < count:
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str, str]:
