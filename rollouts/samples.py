@@ -10,7 +10,11 @@ from rollouts.types import Trajectory, TrajectoryGroup
 
 
 def group_samples(
-    group: TrajectoryGroup, advantages: Mapping[str, Sequence[float]], *, mask_truncated: bool
+    group: TrajectoryGroup,
+    advantages: Mapping[str, Sequence[float]],
+    *,
+    mask_truncated: bool,
+    oldest_version: int = 0,
 ) -> list[TrainingSample]:
     """One sample for each stream of the group: those of its trajectories in order, then those of its lost attempts.
 
@@ -18,6 +22,8 @@ def group_samples(
         advantages: by trajectory id, one for each turn `[turns]`; every token sampled in turn k gets the k-th, in
             whichever stream it lies. A trajectory without an entry has no usable reward. All zero: the group is dead.
         mask_truncated: leave out the trajectories that a limit of ours cut (TRL: `mask_truncated_completions`).
+        oldest_version: leave out the trajectories with a token of older weights, which a server that is behind the
+            others may have given.
 
     Raises:
         ValueError: a trajectory has not one advantage for each of its turns.
@@ -26,9 +32,10 @@ def group_samples(
     samples: list[TrainingSample] = []
     for trajectory in group.trajectories:
         by_turn = advantages.get(trajectory.trajectory_id)
-        samples += _trajectory_samples(
-            trajectory, by_turn, _excluded(trajectory, by_turn, dead=dead, mask_truncated=mask_truncated)
-        )
+        excluded = _excluded(trajectory, by_turn, dead=dead, mask_truncated=mask_truncated)
+        if excluded is None and trajectory.oldest_version < oldest_version:
+            excluded = Excluded.STALE
+        samples += _trajectory_samples(trajectory, by_turn, excluded)
     for trajectory in group.lost:
         samples += _trajectory_samples(trajectory, None, Excluded.INFRASTRUCTURE)
     return samples

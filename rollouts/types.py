@@ -150,6 +150,12 @@ class Trajectory:
         return self.reward
 
     @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled its tokens; 0 where there is none."""
+        versions = [min(segment.policy_version) for stream in self.streams for segment in stream if segment.logprobs]
+        return min(versions, default=0)
+
+    @property
     def cause(self) -> str:
         """What went wrong, in one line: the last one of `error` that says something, else why it stopped."""
         lines = (self.error or "").splitlines()

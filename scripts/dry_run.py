@@ -12,12 +12,12 @@ from data.ledger import Ledger
 from rollouts.scheduler import sample_groups
 from scripts.open_rollouts import open_runner
 from scripts.settings import GrpoSettings, resolved
-from train.grpo import samples_and_metrics
 from train.lora import load_trained
 from train.model import DTYPES
 from train.report.masks import sample_view
 from train.report.terminal import print_masks
 from train.report.token_text import Vocabulary
+from train.step_samples import samples_and_metrics
 
 
 async def dry_run(settings: GrpoSettings) -> None:
@@ -34,7 +34,7 @@ async def dry_run(settings: GrpoSettings) -> None:
             prefix="dry-run",
             schedule=settings.rollout.schedule,
         )
-    samples, row = samples_and_metrics(groups, settings.grpo)
+    samples, row = samples_and_metrics(groups, settings.grpo, trained_version=0)
     rewards = [trajectory.reward for trajectory in groups[0].trajectories]
     console.print(f"one task, rewards {rewards}, {row['tokens/trained']} of {row['tokens/total']} tokens would train")
     vocabulary = Vocabulary.from_folder(Path(settings.model))

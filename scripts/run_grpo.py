@@ -137,6 +137,9 @@ async def _train(
             line = step_line(row, grpo.max_steps) + (f"; the first failure: {first_cause}" if first_cause else "")
             bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+        def on_alarm(line: str) -> None:
+            bar.console.print(f"alarm: {line}", highlight=False, markup=False, soft_wrap=True)
+
         run = GrpoRun(
             folder=folder,
             seed=settings.seed,
@@ -151,6 +154,7 @@ async def _train(
             log=log,
             while_sampling=while_sampling,
             on_step=on_step,
+            on_alarm=on_alarm,
         )
         await run.train(start_after=start_after, feed_state=feed_state)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
@@ -32,13 +31,11 @@ from rollouts.engine import Engine, SyncReport
 from rollouts.outage import OutageError
 from rollouts.record import write_trajectories
 from rollouts.runner import Runner
-from rollouts.samples import gives_no_gradient, group_samples
 from rollouts.scheduler import Scheduler, ScheduleStatus
-from rollouts.summary import summarise
 from rollouts.tally import Tally
-from rollouts.types import Trajectory, TrajectoryGroup
 from rollouts.weight_check import WeightCheck, check_pushed, check_weights
-from train.advantages import advantage_metrics, is_dead, step_advantages
+from train.advantages import is_dead
+from train.alarms import alarms
 from train.checkpoint import is_best, save_best, save_checkpoint, save_final
 from train.config import CheckpointConfig, GrpoConfig, HeldOutConfig
 from train.group_feed import FeedState, GroupFeed, StepGroups
@@ -46,6 +43,7 @@ from train.held_out import evaluate_held_out, metrics_of
 from train.learner import Learner
 from train.lora import full_state_dict
 from train.metrics import MetricsLog
+from train.step_samples import mini_batches, samples_and_metrics, why_lost
 
 WhileSampling = Callable[[Tally, Callable[[], ScheduleStatus]], AbstractAsyncContextManager[None]]
 
@@ -80,7 +78,8 @@ class _Taken:
 @dataclass(slots=True, kw_only=True)
 class GrpoRun:
     """A run and its parts. `sampling` and `log` are there in process 0 only. `while_sampling` is entered while a step
-    waits for its trajectories, with what has ended since the last one and with what tells where the schedule stands."""
+    waits for its trajectories, with what has ended since the last one and with what tells where the schedule stands.
+    `on_alarm` hears what goes wrong when it begins (`alarms`)."""
 
     folder: Path
     seed: int
@@ -96,6 +95,7 @@ class GrpoRun:
     last_check: WeightCheck | None = None
     while_sampling: WhileSampling = lambda tally, status: nullcontext()
     on_step: Callable[[Mapping[str, Any]], None] = lambda row: None
+    on_alarm: Callable[[str], None] = lambda line: None
     _tally: Tally = field(init=False, default_factory=Tally)
     _thread: ThreadPoolExecutor = field(init=False)
 
@@ -219,9 +219,12 @@ class GrpoRun:
         groups = [*taken.groups.trained, *taken.groups.replaced]
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         write_trajectories(self.folder / "trajectories" / f"step-{step:06d}.jsonl", trajectories)
-        samples, row = samples_and_metrics(taken.groups.trained, self.config, replaced=taken.groups.replaced)
-        row |= {"groups/replaced": len(taken.groups.replaced)} | staleness(samples, trained_version=step - 1)
-        return [samples, row, _why_lost(step, trajectories)]
+        samples, row = samples_and_metrics(
+            taken.groups.trained, self.config, replaced=taken.groups.replaced, trained_version=step - 1
+        )
+        row["groups/replaced"] = len(taken.groups.replaced)
+        cause = why_lost(trajectories)
+        return [samples, row, None if cause is None else f"step {step}: {cause}; {_GO_ON}"]
 
     def _gate(
         self, step: int, updates: Sequence[Sequence[MicroBatch]], samples: Sequence[TrainingSample], ledger: Ledger
@@ -279,6 +282,8 @@ class GrpoRun:
             return
         self.log.write(row)
         self.on_step(row)
+        for line in alarms(self.log.rows):
+            self.on_alarm(line)
         if step % self.checkpoints.save_steps == 0 or step == self.config.max_steps:
             save_checkpoint(
                 self.folder / "checkpoints",
@@ -295,67 +300,6 @@ class GrpoRun:
 def _use_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _why_lost(step: int, trajectories: Sequence[Trajectory]) -> str | None:
-    """Why a step without a graded trajectory ends the run: the next one would fare no better, and a run of such steps
-    would look finished."""
-    if any(trajectory.usable_reward is not None for trajectory in trajectories):
-        return None
-    return (
-        f"step {step}: none of its {len(trajectories)} trajectories could be graded: {trajectories[0].cause}; {_GO_ON}"
-    )
-
-
-def mini_batches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
-    """`samples` in `count` parts of about equal size, each with trajectories of as many groups as there are.
-
-    Siblings are dealt out one by one, so a part holds the successes and the failures of a group together as a rule. The
-    samples of a trajectory stay together: its ratio and its mean are over all of them.
-    """
-    turn = {name: number % count for number, name in enumerate(dict.fromkeys(s.trajectory_id for s in samples))}
-    return [[sample for sample in samples if turn[sample.trajectory_id] == part] for part in range(count)]
-
-
-def samples_and_metrics(
-    trained: Sequence[TrajectoryGroup], config: GrpoConfig, *, replaced: Sequence[TrajectoryGroup] = ()
-) -> tuple[list[TrainingSample], dict[str, Any]]:
-    """Groups → advantages → samples, with the metrics of the sampling. Dead groups that were `replaced` are shown and
-    accounted for, and are in no mean and no scale of the others."""
-    advantages = step_advantages([t for group in trained for t in group.trajectories], config)
-    for group in replaced:
-        advantages |= step_advantages(group.trajectories, config)
-    groups = [*trained, *replaced]
-    samples = [
-        sample
-        for group in groups
-        for sample in group_samples(group, advantages, mask_truncated=config.mask_truncated_completions)
-    ]
-    dead = sum(gives_no_gradient(group, advantages) for group in groups)
-    excluded = Counter(reason.value for sample in samples for reason in sample.excluded if reason is not None)
-    row = summarise(
-        [trajectory for group in groups for trajectory in group.trajectories],
-        [trajectory for group in groups for trajectory in group.lost],
-    )
-    row |= {
-        "groups/dead": dead / len(groups),
-        "tokens/total": sum(len(sample) for sample in samples),
-        "tokens/trained": sum(sum(sample.loss_mask) for sample in samples),
-    }
-    row |= advantage_metrics(samples)
-    return samples, row | {f"tokens/excluded/{reason}": count for reason, count in excluded.items()}
-
-
-def staleness(samples: Sequence[TrainingSample], *, trained_version: int) -> dict[str, float]:
-    """How many updates the oldest token of each trajectory is behind the weights that are trained now."""
-    oldest: dict[str, int] = {}
-    for sample in samples:
-        versions = [version for version in sample.policy_version if version >= 0]
-        if versions:
-            name = sample.trajectory_id
-            oldest[name] = min(*versions, oldest.get(name, versions[0]))
-    ages = [trained_version - version for version in oldest.values()]
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)} if ages else {}
 
 
 def check_sizes(config: GrpoConfig, tasks: Sequence[Task], *, max_context_tokens: int) -> None:

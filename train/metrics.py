@@ -36,6 +36,7 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_after] if self._path.exists() else []
+        self.rows: list[Mapping[str, Any]] = [*kept]
         replace_text(self._path, "".join(_line(row) for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
         # What a killed run had in a checkpoint and not yet published.
@@ -48,6 +49,7 @@ class MetricsLog:
         """Add the row of one step; it must have the key `step`. A number that is not finite becomes null."""
         self._file.write(_line(row))
         self._file.flush()
+        self.rows.append(row)
         self._pending.append(row)
 
     def publish(self) -> None:

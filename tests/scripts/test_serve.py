@@ -19,7 +19,7 @@ def test_it_prints_the_command_of_a_gpu_machine() -> None:
         "VLLM_SERVER_DEV_MODE=1 vllm serve some/model --host 127.0.0.1 --port 8000 --max-model-len 1024 "
         "--max-num-seqs 64 --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
         "--enable-prompt-tokens-details --structured-outputs-config.backend xgrammar --dtype float32 "
-        "--weight-transfer-config '{\"backend\": \"agentgrad_tcp\"}' "
+        '--weight-transfer-config \'{"backend": "agentgrad_tcp"}\' '
         "--worker-extension-cls rollouts.weight_transfer_worker.PolicyTransfer "
         "--enable-lora --lora-modules mine=a/b --gpu-memory-utilization 0.8"
     )

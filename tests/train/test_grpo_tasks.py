@@ -13,7 +13,8 @@ from envs.types import Task
 from tests.random_samples import random_samples
 from train.config import GrpoConfig
 from train.group_feed import task_at
-from train.grpo import check_sizes, mini_batches
+from train.grpo import check_sizes
+from train.step_samples import mini_batches
 
 
 def make_tasks(count: int) -> list[Task]:

@@ -28,10 +28,10 @@ from tests.data.test_types import no_clock
 from tests.random_samples import random_samples, tiny_model
 from train.advantages import step_advantages
 from train.config import GrpoConfig, LossType, OptimizerConfig
-from train.grpo import samples_and_metrics
 from train.learner import Learner
 from train.loss import sample_weights
 from train.model import score
+from train.step_samples import samples_and_metrics
 
 LOSS_TYPES: list[LossType] = ["grpo", "dapo", "dr_grpo", "cispo", "rloo"]
 SUMMING_TO_ONE: list[LossType] = ["grpo", "dapo", "cispo", "rloo"]
@@ -198,7 +198,7 @@ def test_a_cut_trajectory_is_in_no_count_a29() -> None:
     """A group of four, one cut by a limit of ours: neither trained-token count nor normaliser know it."""
     stops = [StopReason.FINAL_ANSWER] * 3 + [StopReason.MAX_TURNS]
     group = make_group([1.0, 0.0, 1.0, 0.0], stops)
-    samples, metrics = samples_and_metrics([group], GrpoConfig(mask_truncated_completions=True))
+    samples, metrics = samples_and_metrics([group], GrpoConfig(mask_truncated_completions=True), trained_version=0)
     assert [sum(sample.loss_mask) for sample in samples] == [3, 4, 5, 0]
     assert metrics["tokens/trained"] == 3 + 4 + 5
     assert metrics["tokens/excluded/truncated"] == 6

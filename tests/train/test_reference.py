@@ -16,11 +16,11 @@ from rollouts.types import StopReason
 from tests.random_samples import random_samples, tiny_learner, tiny_model
 from tests.train.test_loss import make_group
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
-from train.grpo import samples_and_metrics
 from train.learner import Learner
 from train.lora import add_lora
 from train.model import score
 from train.reference import load_reference, reference_model
+from train.step_samples import samples_and_metrics
 
 IDS = [9, 30, 41, 12, 77, 25, 60]
 LORA = LoraSettings(rank=4, alpha=8)
@@ -120,7 +120,7 @@ def test_without_a_penalty_equal_rewards_move_nothing_c03(kind: str) -> None:
 def test_a_dead_group_is_not_trained_whatever_the_penalty_c03(beta: float, rewards: list[float]) -> None:
     """Documented: it is in no batch, so neither the surrogate nor the KL moves weights; `groups/dead` counts it."""
     group = make_group(rewards, [StopReason.FINAL_ANSWER] * len(rewards))
-    rows, metrics = samples_and_metrics([group], GrpoConfig(beta=beta))
+    rows, metrics = samples_and_metrics([group], GrpoConfig(beta=beta), trained_version=0)
     assert metrics["groups/dead"] == 1.0
     assert make_learner(ALL_WEIGHTS, beta=beta).pack(rows) == []
 
