@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from data.chat import Renderer
 from data.chat_template import ASKED, NATIVE, TRIED_TOOL, ChatTemplate
 from data.tool_formats.base import ParsedTurn, ToolFormat
-from data.turn_ends import Kind, TurnEnd, dummy_turn
+from data.turn_ends import Kind, TurnEnd, answers_to, dummy_turn
 from envs.types import Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def _turns(renderer: TemplateRenderer, content: str) -> Iterator[Message]:
     calls = tuple(ToolCall(call_id=f"c{i}", name="f", arguments={"x": content, "n": [1, None]}) for i in range(2))
     for thought in thinking:
         yield Message(role="assistant", content=content, thinking=thought)
-        for count in range(1, 1 if renderer.template.no_calls else 2 + renderer.several_calls):
-            yield Message(role="assistant", thinking=thought, tool_calls=calls[:count])
+        for count, prose in product(range(1, 1 if renderer.template.no_calls else 2 + renderer.several_calls), _PROSE):
+            yield Message(role="assistant", content=prose, thinking=thought, tool_calls=calls[:count])
 
 
 class _Check:
@@ -149,8 +149,11 @@ class _Check:
         except ValueError:  # it says so when it is asked for one
             return
         prompt = self._native([ASKED], (), generation_prompt=True)
-        native = self._native([ASKED, turn], (), generation_prompt=False)
-        if native[: len(prompt)] == prompt and not self._renderer.ends[_kind(turn)].opens_next:
+        opens_next = self._renderer.ends[_kind(turn)].opens_next
+        # The stop that opens the next message stands there only with it.
+        answers = answers_to(Kind.CALLS, [call.call_id for call in turn.tool_calls]) if opens_next else ()
+        native = self._native([ASKED, turn, *answers], (), generation_prompt=False)
+        if native[: len(prompt)] == prompt and (answers or not opens_next):
             # Where they grow together, no policy could sample the native ids.
             self._same(ours, native[len(prompt) : len(prompt) + len(ours)], "an assistant turn")
 

@@ -37,6 +37,7 @@ from data.turn_ends import (
     depends_on_history,
     dummy_turn,
     find_end,
+    moves_prose,
     sampled_text,
 )
 from data.turn_history import Thought, find_thinking, is_rewritten
@@ -98,6 +99,7 @@ class TemplateRenderer:
         if depends_on_history(self.template, Kind.ANSWER, ()):
             raise ValueError(f"model {self.model}: {_DEPENDS_ON_HISTORY} a user message")
         self.no_results, self.several_calls = self.template.no_results, False
+        self.moves_prose = False
         stops = [self.ends[Kind.ANSWER].stop]
         if self.no_results is None:
             self.no_results = self._learn_calls(stops)
@@ -144,6 +146,9 @@ class TemplateRenderer:
             result = Message(role="tool", content="7", call_id=_TWO_CALLS[0])
             named = [dummy_turn(_TWO_CALLS[:1], [name]) for name in ("f", "g")]
             self._names_matter = len({after_turn(self.template, turn, [result]) for turn in named}) > 1
+            with suppress(ValueError):  # it writes calls alone
+                counts = 1 + self.several_calls
+                self.moves_prose = any(moves_prose(self.template, _TWO_CALLS[:n]) for n in range(1, 1 + counts))
             with suppress(ValueError):
                 after_turn(self.template, named[0], [result, ASKED])
                 self.takes_user_after_results = True
@@ -214,6 +219,11 @@ class TemplateRenderer:
         self._check_calls(message)
         if message.tool_calls and self.no_reading:
             raise ValueError(self.no_reading)
+        if message.tool_calls and message.content.strip() and self.moves_prose:
+            raise ValueError(
+                f"model {self.model}: its chat template writes what a turn says beside its calls behind their results; "
+                "drop it"
+            )
         kind = Kind.CALLS if message.tool_calls else Kind.ANSWER
         end = self.ends.get(kind, self.ends[Kind.ANSWER])
         said = sampled_text(self.template, message, self._prompt_text, end)

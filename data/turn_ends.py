@@ -12,12 +12,12 @@ Left out: ids, and the contents of real conversations (`data/template_renderer.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from data.chat_template import ASKED, TRIED_CALL, ChatTemplate
-from data.guard import END, Guard
+from data.guard import END, START, Guard
 from data.tool_formats.base import CallError
 from envs.types import Message, ToolCall, ToolSpec
 
@@ -137,6 +137,14 @@ def depends_on_history(template: ChatTemplate, kind: Kind, call_ids: Sequence[st
     turn, answers = dummy_turn(() if template.no_calls else call_ids), answers_to(kind, call_ids)
     first, second = (after_turn(template, turn, answers, before=before) for before in ((), (turn, *answers)))
     return first != second
+
+
+def moves_prose(template: ChatTemplate, call_ids: Sequence[str]) -> bool:
+    """Whether what a turn says beside its calls comes to stand behind their results, where no policy samples it: so
+    Gemma 4's templates write it."""
+    turn, answers = replace(dummy_turn(call_ids), content="Done."), answers_to(Kind.CALLS, call_ids)
+    text = template.render([ASKED, turn, *answers], (), writing=template.framed, generation_prompt=False)
+    return text.rpartition(START)[2].partition(END)[0] == turn.content
 
 
 def _inside_turn(template: ChatTemplate, guard: Guard, turn: Message, **options: Any) -> set[str]:

@@ -174,6 +174,11 @@ def test_a_template_s_own_calls_are_read_or_refused(name: str, arguments: list[d
         with pytest.raises(ValueError, match=f"{NOT_READ}|writes no tools"):
             renderer.opening([asked], [READ])
         return
+    if prose and "prose beside calls" in EXPECTED[name]:
+        for turn in turns:
+            with pytest.raises(ValueError, match=r"writes what a turn says beside its calls behind their results"):
+                renderer.turn_ids(turn)
+        return
     prompt = ids_of(renderer.opening([asked], []))
     written = [(turn, ids) for turn in turns if (ids := sampled_ids(renderer, turn))]
     assert written

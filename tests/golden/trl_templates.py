@@ -57,6 +57,7 @@ def missing(renderer: TemplateRenderer) -> list[str]:
         "tool results": renderer.no_results,
     }
     found = [f"{what} ({_short(reason, renderer.model)})" for what, reason in reasons.items() if reason]
+    found += ["prose beside calls (comes behind their results)"] if renderer.moves_prose else []
     return found if renderer.several_calls or template.no_calls else [*found, "two calls in a turn"]
 
 
