@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -64,38 +65,45 @@ def _compared(
             for chat in ([_said("user", content)], [_said("system", content), _said("user", content)]):
                 native = _native(tokenizer, chat, tools, variables)
                 try:
-                    ours = [token for segment in renderer.opening(chat, tools) for token in segment.token_ids]
+                    ours = _opening(renderer, chat, tools)
                 except ValueError:
                     ours = None
                 if (ours is None) != (native is None):
                     yield "prompt", ours or [], native or [], True
                 elif ours is not None and native is not None:
                     yield "prompt", ours, native, True
-        for calls in (1, 2):
-            yield from _tool_cycle(renderer, tokenizer, content, calls, variables)
+        for calls, prose in product((1, 2), ("", "So I look.")):
+            yield from _tool_cycle(renderer, tokenizer, content, calls, prose, variables)
         yield from _next_question(renderer, tokenizer, content, variables)
+        yield from _history(renderer, tokenizer, content, variables)
 
 
 def _tool_cycle(
-    renderer: Renderer, tokenizer: PreTrainedTokenizerBase, content: str, calls: int, variables: dict[str, Any]
+    renderer: Renderer,
+    tokenizer: PreTrainedTokenizerBase,
+    content: str,
+    calls: int,
+    prose: str,
+    variables: dict[str, Any],
 ) -> Iterator[tuple[str, list[int] | str, list[int] | str, bool]]:
     ids = [f"functions.f:{number}" for number in range(calls)]
     asked = [_said("system", content), _said("user", "What is 12?")]
     answers = [Message(role="tool", content=content, call_id=one) for one in ids]
     asking = tuple(ToolCall(call_id=one, name="f", arguments=_ARGUMENTS) for one in ids)
     for thinking in ("Let me see.", ""):
-        turn = Message(role="assistant", thinking=thinking, tool_calls=asking)
+        turn = Message(role="assistant", content=prose, thinking=thinking, tool_calls=asking)
         native = _native(tokenizer, [*asked, turn, *answers], [_TOOL], variables)
         try:
             sampled = list(renderer.turn_ids(turn))
         except ValueError:
             continue  # thinking is off, or the template writes one call at most
-        ours = _bridge(renderer, asked, sampled, answers)
+        prompt = _opening(renderer, asked, [_TOOL])
+        ours = _bridge(renderer, prompt, sampled, answers)
         if native is None or ours is None:
             continue
         yield f"behind {calls} calls", ours, native, False
         # As text: a turn may be cut into other tokens where its header ended.
-        yield f"a turn of {calls} calls", renderer.decode([*sampled, *ours]), renderer.decode(native), False
+        yield f"a turn of {calls} calls", renderer.decode([*prompt, *sampled, *ours]), renderer.decode(native), True
         return  # a header that opens the thinking makes a turn without any another one than the template's
 
 
@@ -109,15 +117,31 @@ def _next_question(
         sampled = list(renderer.turn_ids(answer))
     except ValueError:
         return
-    ours = _bridge(renderer, asked, sampled, [question])
+    ours = _bridge(renderer, _opening(renderer, asked, []), sampled, [question])
     if native is not None and ours is not None:
         yield "behind an answer", [sampled[-1], *ours], native, False
 
 
-def _bridge(
-    renderer: Renderer, asked: Sequence[Message], sampled: list[int], answers: Sequence[Message]
-) -> list[int] | None:
-    prompt = [token for segment in renderer.opening(asked, [_TOOL]) for token in segment.token_ids]
+def _history(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerBase, content: str, variables: dict[str, Any]
+) -> Iterator[tuple[str, list[int] | str, list[int] | str, bool]]:
+    """A prompt with an answer that lies behind, without thinking: a family may give it an empty one. As text: it may be
+    cut into other tokens where its header ended."""
+    chat = [_said("user", "What is 12?"), _said("assistant", content), _said("user", "And 13?")]
+    native = _native(tokenizer, chat, [], variables)
+    try:
+        ours = _opening(renderer, chat, [])
+    except ValueError:
+        return  # it says so when it is asked for one
+    if native is not None:
+        yield "an answer that lies behind", renderer.decode(ours), renderer.decode(native), True
+
+
+def _opening(renderer: Renderer, chat: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+    return [token for segment in renderer.opening(chat, tools) for token in segment.token_ids]
+
+
+def _bridge(renderer: Renderer, prompt: list[int], sampled: list[int], answers: Sequence[Message]) -> list[int] | None:
     bridge = renderer.bridge(answers, prompt_ids=prompt, sampled_ids=sampled, tools=[_TOOL])
     return None if bridge is None else [token for segment in bridge for token in segment.token_ids]
 

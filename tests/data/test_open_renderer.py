@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.families import FAMILIES
+from data.families import FAMILIES, family_traits
 from data.family_renderer import FamilyRenderer
 from data.native_agreement import difference
 from data.open_renderer import open_renderer
@@ -17,12 +17,13 @@ from data.template_renderer import TemplateRenderer
 from envs.types import Message, ToolCall, ToolSpec
 from tests.data.chat_tokenizers import CHATML, embedded_tokenizer, make_tokenizer, qwen_tokenizer, small_core
 from tests.data.family_tokenizers import TEMPLATES, family_tokenizer
+from tests.data.renderings import ids_of, native_ids
 
 TOOL = ToolSpec(name="f", description="Does x.", parameters={"type": "object", "properties": {"x": {"type": "string"}}})
 # What `auto` makes of the copies of the families' templates that TRL ships.
 FOUND: dict[str, str | None] = {
     "qwen3": "qwen3",
-    "qwen3_5_nothink": "qwen3.5",
+    "qwen3_5_nothink": None,  # gives an answer that lies behind no empty thinking, which the family does
     "qwen3_5_think": "qwen3.5",
     "qwen3_6": "qwen3.6",
     "qwen3_8": "qwen3.8",
@@ -30,7 +31,7 @@ FOUND: dict[str, str | None] = {
     "llama3": None,  # knows no tools
     "llama3_1": "llama-3",
     "llama3_2": "llama-3",
-    "glm4moe": "glm-4.5",
+    "glm4moe": None,  # puts a line break between two calls behind prose, which the family does not
     "deepseekv3": "deepseek-r1",  # opens the thinking, as R1's does
     "gemma4": None,  # writes `None` for a null
     "gemma4_v2": None,  # ends the model's turn behind a call
@@ -57,6 +58,37 @@ def test_a_family_is_recognised_by_what_its_template_writes(template: str) -> No
     if isinstance(renderer, FamilyRenderer):
         assert renderer.name == FOUND[template]
         assert renderer.differs is None
+
+
+@pytest.mark.parametrize("template", FOUND)
+def test_a_turn_that_says_something_and_calls_twice_is_written_as_the_template_does(template: str) -> None:
+    tokenizer = family_tokenizer(TEMPLATES[template], template)
+    renderer = open_renderer(tokenizer, model="m")
+    asked = [Message(role="user", content="What is 12?")]
+    calls = tuple(ToolCall(call_id=f"functions.f:{i}", name="f", arguments={"x": "a"}) for i in range(2))
+    turn = Message(role="assistant", content="So I look.", thinking="Let me see.", tool_calls=calls)
+    answers = [Message(role="tool", content="7", call_id=call.call_id) for call in calls]
+    try:
+        said = renderer.turn_ids(turn)
+    except ValueError:
+        return  # refused: nothing is trained
+    prompt = ids_of(renderer.opening(asked, [TOOL]))
+    bridge = renderer.bridge(answers, prompt_ids=prompt, sampled_ids=said, tools=[TOOL])
+    assert bridge is not None
+    ours = renderer.decode([*prompt, *said, *ids_of(bridge)])
+    assert ours == renderer.decode(native_ids(tokenizer, [*asked, turn, *answers], [TOOL]))
+
+
+@pytest.mark.parametrize("template", FOUND)
+def test_an_answer_that_lies_behind_is_written_as_the_template_does(template: str) -> None:
+    tokenizer = family_tokenizer(TEMPLATES[template], template)
+    renderer = open_renderer(tokenizer, model="m", thinking="follow")
+    chat = [Message(role="user", content="What is 12?"), Message(role="assistant", content="Twelve.")]
+    chat.append(Message(role="user", content="And 13?"))
+    pinned: dict[str, Any] = {}
+    if isinstance(renderer, FamilyRenderer):
+        pinned |= family_traits(renderer.name).pinned
+    assert ids_of(renderer.opening(chat, [])) == native_ids(tokenizer, chat, **pinned)
 
 
 @pytest.mark.slow
@@ -151,7 +183,6 @@ def test_thinking_is_as_the_template_has_it_unless_it_is_said(template: str, def
     headers = {True: "<|im_start|>assistant\n<think>\n", False: "<|im_start|>assistant\n<think>\n\n</think>\n\n"}
     for said in (None, True, False):
         renderer = open_renderer(tokenizer, model="m", enable_thinking=said)
-        assert renderer.name == "qwen3.5"
         (segment,) = renderer.opening(chat, [TOOL])
         wanted = default if said is None else said
         assert renderer.decode(segment.token_ids).endswith(headers[wanted])
