@@ -82,7 +82,8 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
     [0.0, 0.3679, 0.7183]
     """
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.exp() - log_ratio - 1
+    # For a small d, e^d - d - 1 would be rounding alone.
+    return (log_ratio.expm1() - log_ratio).clamp(min=0)
 
 
 def trajectory_sums(values: Tensor, trajectory: Tensor) -> Tensor:
