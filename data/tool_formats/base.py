@@ -18,6 +18,9 @@ Arguments
     `5.0` is 5. Where values are written without types, `values` says what the schema makes of them, also of nothing.
 Markers inside values
     A marker, bracket, quote or fence inside a string ends nothing.
+Markers outside of calls
+    What stands inside calls alone (an argument's tag, a closing marker), and stands outside of any, shows a call whose
+    opener is missing: a `CallError`, unless code only quotes it. A closing marker that is doubled says nothing.
 Thinking
     Between its markers, or from the turn's start where the prompt opened it. It ends at its closing marker alone: what
     looks like a call before that is something the model considered. (vLLM lets Qwen's `<tool_call>` end thinking; a

@@ -21,6 +21,23 @@ _MAY_BE_CALL = re.compile(r"(?:json|tool)[\w.-]*", re.IGNORECASE)
 _DATA = re.compile(r"""(?:\s|(?://|#)[^\n]*\n)*(?:\{\s*["'}]|\[\s*\{)""")
 _DATA_LINE = re.compile(r"""^[ \t]*(?:\[\s*)?\{\s*["']""", re.MULTILINE)
 
+_INLINE = re.compile(r"(?<!`)`(?!`)[^`\n]+`(?!`)")
+_FENCE = re.compile(FENCE, re.MULTILINE)
+
+
+def without_code(text: str) -> str:
+    """A text without what its code only quotes: blocks that show code, and inline code.
+
+    >>> without_code("Write `</call>` so:\\n```xml\\n<call/>\\n```\\nDone.")
+    'Write `` so:\\n\\nDone.'
+    """
+    kept, place = list[str](), 0
+    while found := _FENCE.search(text, place):
+        end = code_end(text, found, was_cut=False)
+        kept.append(text[place : found.start() if end else found.end()])
+        place = end or found.end()
+    return _INLINE.sub("``", "".join((*kept, text[place:])))
+
 
 def code_end(text: str, found: re.Match[str], *, was_cut: bool) -> int | None:
     """The place behind the code that a match of `FENCE` begins; None where it is to be read for calls.

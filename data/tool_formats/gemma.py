@@ -150,5 +150,6 @@ GEMMA = Grammar(
     how_to=f"{_OPEN}call:TOOL{{NAME:{_QUOTE}TEXT{_QUOTE},NAME:NUMBER}}{_CLOSE}",
     opener=_OPENER,
     read=_read,
+    inner=re.compile(rf"(?P<close>{re.escape(_CLOSE)})|{re.escape(_QUOTE)}|^[ \t]*call:[\w.-]+[ \t]*\{{", re.MULTILINE),
     thinking=((f"{_CHANNEL}thought", _CHANNEL_END), (_CHANNEL, _CHANNEL_END), ("<think>", "</think>")),
 )

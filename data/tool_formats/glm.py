@@ -109,5 +109,6 @@ GLM = Grammar(
     how_to=f"{_OPEN}TOOL{_KEY}NAME</arg_key>{_VALUE}VALUE{_END}{_CLOSE}",
     opener=_OPENER,
     read=_read,
+    inner=re.compile(rf"(?P<close>{_CLOSE})|{_KEY}|{_VALUE}"),
     tags=_tags,
 )

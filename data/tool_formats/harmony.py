@@ -40,12 +40,16 @@ _OPENER = re.compile(
     # The address that the turn begins with; the prompt has written what stands before it.
     rf"|\A\s*(?=to=(?:functions\.|{_WORD}\s*<\|))"
 )
+_NEXT = re.compile(r"<\|(?:start|channel|end|return)\|>")
+_NO_ADDRESS = f"a call goes to {_FUNCTIONS}TOOL"
 _HEADER = re.compile(
     rf"(?:{re.escape(_START)})?\s*(?:to=(?P<before>{_WORD})\s*)?"
-    rf"(?:{re.escape(_CHANNEL)}\w*\s*(?:to=(?P<behind>{_WORD})\s*)?)?"
-    rf"(?:<\|constrain\|>)?\w*\s*{re.escape(_MESSAGE)}"
+    rf"(?:{re.escape(_CHANNEL)}(?P<channel>\w*)\s*(?:to=(?P<behind>{_WORD})\s*)?)?"
+    rf"(?P<kind>(?:<\|constrain\|>)?\w*)\s*{re.escape(_MESSAGE)}"
 )
-_ADDRESS = re.compile(rf"(?:{re.escape(_START)})?\s*(?:{re.escape(_CHANNEL)}\w*)?\s*to=")
+_ADDRESS = re.compile(
+    rf"(?:{re.escape(_START)})?\s*(?:{re.escape(_CHANNEL)}\w*)?\s*to=(?:{_WORD}\s*{re.escape(_CHANNEL)})?"
+)
 
 
 def _read(reading: Reading, found: re.Match[str]) -> Block:
@@ -53,6 +57,8 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
     header = _HEADER.match(text, start)
     if header and (recipient := header["before"] or header["behind"]):
         return _read_call(reading, recipient, header.end())
+    if header and header["kind"] and header["channel"] != "final":
+        return _without_address(reading, header.end())
     if header:
         thought = header[0].endswith(_ON_THE_WAY) and not header[0].startswith(_CHANNEL)
         return Block((), text.index(_CHANNEL, start) if thought else header.end())
@@ -60,8 +66,16 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
         return Block((), len(text))
     if address := _ADDRESS.match(text, start):
         error = Malformed(f"{_MESSAGE} must stand between the header of a call and its arguments", address.end())
-        return rest_of_block(reading, error, opener=_OPENER, end=behind(text, _CALL, error.place))
+        return rest_of_block(reading, error, opener=_NEXT, end=behind(text, _CALL, error.place))
+    if found[0] == _CALL:
+        return Block((Bad(_NO_ADDRESS),), found.end())
     return Block((), found.end())
+
+
+def _without_address(reading: Reading, start: int) -> Block:
+    """A message that is of a kind, as calls are, and goes to nobody."""
+    error = Malformed(_NO_ADDRESS, start)
+    return rest_of_block(reading, error, opener=_NEXT, end=behind(reading.text, _CALL, start))
 
 
 def _read_call(reading: Reading, recipient: str, start: int) -> Block:
@@ -71,7 +85,7 @@ def _read_call(reading: Reading, recipient: str, start: int) -> Block:
         arguments, end = _read_arguments(reading, skip_blank(text, start))
     except Malformed as error:
         told = Malformed(wrong or error.reason, error.place, at_end=error.at_end)
-        return rest_of_block(reading, told, opener=_OPENER, end=behind(text, _CALL, error.place))
+        return rest_of_block(reading, told, opener=_NEXT, end=behind(text, _CALL, error.place))
     call = Bad(wrong) if wrong else with_arguments(recipient.removeprefix(_FUNCTIONS), arguments, "arguments")
     return Block((call,), end)
 

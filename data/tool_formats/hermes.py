@@ -54,5 +54,6 @@ HERMES = Grammar(
     how_to=f'{_OPEN}{{"name": "TOOL", "arguments": {{...}}}}{_CLOSE}',
     opener=_OPENER,
     read=_read,
+    inner=re.compile(f"(?P<close>{_CLOSE})"),
     tags=_tags,
 )

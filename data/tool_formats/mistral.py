@@ -84,6 +84,7 @@ MISTRAL = Grammar(
     how_to=f'{_OPEN} [{{"name": "TOOL", "arguments": {{...}}}}] or {_OPEN}TOOL[ARGS]{{...}}',
     opener=_OPENER,
     read=_read,
+    inner=re.compile(r"\[ARGS\](?=\s*\{)"),
     tags=_tags,
     thinking=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
 )

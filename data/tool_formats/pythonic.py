@@ -35,6 +35,7 @@ _CALL = re.compile(rf"({_NAME})\s*\(")
 _MAYBE_CALL = re.compile(rf"(?:{_NAME}\s*)?\Z")
 _BETWEEN = re.compile(r"(?:\s|#[^\n]*)*")
 _NO_LIST = "calls stand in a list, [...]"
+_INNER = re.compile(r"(?P<close><\|tool_call_end\|>)")
 _END_MARK = re.compile(r"\s*<\|tool_call_end\|>")
 
 
@@ -105,4 +106,4 @@ def _behind_blanks(text: str, start: int) -> int:
     return found.end()
 
 
-PYTHONIC = Grammar(name="pythonic", how_to='[TOOL(name="value", ...)]', opener=_OPENER, read=_read)
+PYTHONIC = Grammar(name="pythonic", how_to='[TOOL(name="value", ...)]', opener=_OPENER, read=_read, inner=_INNER)

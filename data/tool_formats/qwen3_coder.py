@@ -132,5 +132,6 @@ QWEN3_CODER = Grammar(
     how_to=f"{_OPEN}<function=TOOL><parameter=NAME>VALUE{_END}{_FUNCTION_END}{_CLOSE}",
     opener=_OPENER,
     read=_read,
+    inner=re.compile(rf"(?P<close>{_CLOSE})|^[ \t]*<parameter=[^>\n]*>", re.MULTILINE),
     tags=_tags,
 )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from data.jsonl import plain_json
 from data.tool_formats.base import CallError, ParsedTurn
+from data.tool_formats.fences import without_code
 from data.tool_formats.other_forms import called_in_other_forms
 from data.tool_formats.parts import Bad as Bad
 from data.tool_formats.parts import Call as Call
@@ -52,6 +53,8 @@ class Grammar:
     how_to: the form, as an error tells it.
     opener: what may begin a call.
     read: the block behind a match of `opener`.
+    inner: what stands inside calls alone; outside of any it shows a call whose opener is missing. Its group `close`
+        ends calls, and behind one it only does so twice.
     tags: xgrammar's format of free text with calls in it; None where there is none.
     is_bare_json: its calls have no marker; they are found by what they say.
     thinking: pairs of markers.
@@ -61,6 +64,7 @@ class Grammar:
     how_to: str
     opener: re.Pattern[str]
     read: Callable[[Reading, re.Match[str]], Block]
+    inner: re.Pattern[str] | None = None
     tags: Callable[[Sequence[ToolSpec]], dict[str, Any]] | None = None
     is_bare_json: bool = False
     thinking: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
@@ -159,6 +163,7 @@ def read_turn(reading: Reading, grammar: Grammar, *, in_thinking: bool = False) 
     openers = "|".join(map(re.escape, closers))
     marker = re.compile(f"(?P<think>{openers})|{grammar.opener.pattern}", grammar.opener.flags)
     place = begin_thinking(draft, text, grammar.thinking) if in_thinking else 0
+    said = 0  # the first piece of prose behind the last call
     while found := marker.search(text, place):
         draft.prose.append(text[place : found.start()])
         if found["think"]:
@@ -167,12 +172,28 @@ def read_turn(reading: Reading, grammar: Grammar, *, in_thinking: bool = False) 
         block = grammar.read(reading, found)
         assert block.end > found.start()
         place = block.end
-        if not draft.add(block.calls):
-            return draft
         if block.is_prose:
             draft.prose.append(text[found.start() : place])
+        elif not draft.add((*_stray(draft, said, grammar), *block.calls)):
+            return draft
+        else:
+            said = len(draft.prose)
     draft.prose.append(text[place:])
+    if not reading.was_cut:
+        draft.add(_stray(draft, said, grammar))
     return draft
+
+
+def _stray(draft: Draft, said: int, grammar: Grammar) -> list[Bad]:
+    """The call that prose holds without its opener. Behind one that could not be read it may be a part of that."""
+    if grammar.inner is None or (draft.calls and isinstance(draft.calls[-1], Bad)):
+        return []
+    prose = without_code("".join(draft.prose[said:]))
+    for found in grammar.inner.finditer(prose):
+        doubled = draft.calls and found.groupdict().get("close") and not prose[: found.start()].strip()
+        if not doubled:
+            return [Bad(f"{found[0].strip()} stands outside of a call")]
+    return []
 
 
 def begin_thinking(draft: Draft, text: str, markers: Sequence[tuple[str, str]]) -> int:

@@ -13,7 +13,7 @@ from data.tool_formats.base import CallError, ParsedTurn, ToolFormat
 from data.tool_formats.detect import TOOL_FORMATS, tool_format
 from data.types import FinishReason
 from envs.types import ToolCall, ToolSpec
-from tests.contracts.tool_formats import FAMILIES, MARKS, Call, Family, as_pairs, can_hold, conversations
+from tests.contracts.tool_formats import FAMILIES, HEADLESS, MARKS, Call, Family, as_pairs, can_hold, conversations
 
 no_clock = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60
@@ -148,6 +148,30 @@ def test_a_call_that_cannot_be_read_is_an_error_and_takes_no_other_with_it_b03(f
             ToolCall(call_id="c_0", name="f", arguments={"x": "a"}),
             ToolCall(call_id="c_2", name="f", arguments={"x": "a"}),
         )
+
+
+@pytest.mark.parametrize(("name", "text"), HEADLESS)
+def test_a_call_without_its_opening_marker_is_an_error_b03(name: str, text: str) -> None:
+    """It would pass for a final answer, or vanish beside another call."""
+    family = next(one for one in FAMILIES if one.format == name)
+    good = family.write([("f", {"x": "a"})])
+    (error,) = parse(family, text).calls
+    assert isinstance(error, CallError)
+    for whole in (f"{good}{text}", f"{good}\n{text}", f"{text}\n{good}", f"I will look.\n{text}\n{good}"):
+        calls = parse(family, whole).calls
+        assert {type(call) for call in calls} == {ToolCall, CallError}, whole
+        assert len(calls) == 2
+    assert parse(family, text, finish_reason="length").calls == () or name == "harmony"
+    if name != "harmony" and text[0] != "{":  # no control token stands in prose; JSON may be a call in any block
+        quoted = f"So:\n```html\n{text}\n```\nor `{text.splitlines()[-1]}` it is."
+        assert parse(family, quoted) == ParsedTurn(content=quoted, calls=())
+
+
+def test_a_closing_marker_that_is_doubled_says_nothing(family: Family) -> None:
+    good = family.write([("f", {"x": "a"})])
+    for close in ("</tool_call>", "<tool_call|>", "<|tool_call_end|>"):
+        if good.endswith(close):
+            assert as_pairs(parse(family, f"{good}\n{close}\n{good}{close}").calls) == [("f", {"x": "a"})] * 2
 
 
 def test_a_name_that_no_tool_has_stays_a_call_b16(family: Family) -> None:

@@ -163,6 +163,29 @@ FAMILIES = (
     Family("react", _react, ("Action: f(x=)", "Action: call f", "Action: f(x=y)")),
 )
 
+HEADLESS = (
+    ("hermes", '{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'),
+    ("hermes", "f(a)</tool_call>"),
+    ("qwen3_coder", "<parameter=x>\na\n</parameter>\n</function>\n</tool_call>"),
+    ("qwen3_coder", "f\n<parameter=x>\na\n</parameter>"),
+    ("glm", "f\n<arg_key>x</arg_key>\n<arg_value>a</arg_value>\n</tool_call>"),
+    ("glm", "<arg_key>x</arg_key><arg_value>a</arg_value>"),
+    ("glm", "f</tool_call>"),
+    ("gemma", 'call:f{x:<|"|>a<|"|>}<tool_call|>'),
+    ("gemma", "call:f{}<tool_call|>"),
+    ("gemma", "call:f{x:1}"),
+    ("mistral", 'f[ARGS]{"x": "a"}'),
+    ("mistral", '[ARGS] {"x": "a"}'),
+    ("mistral", "f[CALL_ID]a1b2c3d4e[ARGS]{}"),
+    ("pythonic", 'f(x="a")<|tool_call_end|>'),
+    ("harmony", '<|channel|>commentary <|constrain|>json<|message|>{"x": "a"}<|call|>'),
+    ("harmony", '<|channel|>commentary json<|message|>{"x": "a"}'),
+    ("harmony", '<|channel|>commentary f<|message|>{"x": "a"}<|call|>'),
+    ("harmony", '<|start|>assistant<|channel|>analysis f<|message|>{"x": "a"}<|call|>'),
+    ("harmony", '<|channel|>final<|message|>{"x": "a"}<|call|>'),
+)
+"""Calls whose opening marker is missing, with their format: each must give one error."""
+
 # What stands in values: words, and what any format could take for its own structure.
 MARKS = (
     "</tool_call>", "<tool_call>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
