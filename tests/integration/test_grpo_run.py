@@ -93,7 +93,7 @@ class Ungradable(EvenLength):
 
 def test_a_step_that_is_lost_as_a_whole_ends_the_run(model: Path, tmp_path: Path) -> None:
     """Or every later one would be lost too, and the run would look finished."""
-    with pytest.raises(ValueError, match=r"step 1: none of its 8 trajectories .*: RuntimeError: the table is missing"):
+    with pytest.raises(ValueError, match=r"step 1: none of its 12 trajectories .*: RuntimeError: the table is missing"):
         asyncio.run(small_run(str(model), tmp_path, "transformers", STEPS, env=Ungradable()))
     assert not (tmp_path / "final").exists()
     assert (tmp_path / "trajectories" / "step-000001.jsonl").exists()

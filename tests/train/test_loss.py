@@ -212,7 +212,7 @@ def test_a_cut_trajectory_is_in_no_count_a29() -> None:
 def test_what_a_trajectory_ended_with_decides_and_no_token_id_c31() -> None:
     """The second was cut and the others were not, whatever ids they end with: the model's stop id, or another."""
     group = make_group([1.0, 0.0, 1.0], [StopReason.FINAL_ANSWER, StopReason.TURN_TOKENS, StopReason.FINAL_ANSWER])
-    samples, metrics = samples_and_metrics([group], GrpoConfig(mask_truncated_completions=True))
+    samples, metrics = samples_and_metrics([group], GrpoConfig(mask_truncated_completions=True), trained_version=0)
     assert [any(sample.loss_mask) for sample in samples] == [True, False, True]
     assert sample_weights(samples, "dapo") == [1 / 8, 0.0, 1 / 8]
     stopped = [replace(sample, token_ids=(*sample.token_ids[:-1], 3)) for sample in samples]

@@ -17,7 +17,7 @@ from tests.data.test_types import no_clock
 from tests.train.graded import graded, grouped
 from train.advantages import group_advantages, is_dead, step_advantages
 from train.config import GrpoConfig
-from train.grpo import samples_and_metrics
+from train.step_samples import samples_and_metrics
 
 PLAIN = GrpoConfig(scale_rewards="none")
 CONFIGS = [
@@ -95,7 +95,7 @@ def test_groups_and_attempts_that_are_mixed_up_are_refused_c16() -> None:
 def test_a_group_has_its_own_mean_c35_c03(config: GrpoConfig) -> None:
     step = [graded("a", 0, 1.0), graded("a", 1, 1.0), graded("b", 0, 0.0), graded("b", 1, 0.0)]
     assert step_advantages(step, config) == {"a/0": (0.0,), "a/1": (0.0,), "b/0": (0.0,), "b/1": (0.0,)}
-    samples, metrics = samples_and_metrics(grouped(step), config)
+    samples, metrics = samples_and_metrics(grouped(step), config, trained_version=0)
     assert metrics["groups/dead"] == 1.0
     assert metrics["tokens/trained"] == metrics["advantages/max"] == 0
     assert {reason for sample in samples for reason in sample.excluded} == {None, Excluded.DEAD_GROUP}
@@ -107,7 +107,7 @@ def test_the_batch_s_baseline_tells_groups_apart() -> None:
     config = GrpoConfig(baseline="batch", scale_rewards="none")
     step = [graded("a", 0, 1.0), graded("a", 1, 1.0), graded("b", 0, 0.0), graded("b", 1, None)]
     assert step_advantages(step, config) == near({"a/0": (1 / 3,), "a/1": (1 / 3,), "b/0": (-2 / 3,)})
-    assert samples_and_metrics(grouped(step), config)[1]["groups/dead"] == 0.0
+    assert samples_and_metrics(grouped(step), config, trained_version=0)[1]["groups/dead"] == 0.0
     assert [is_dead(group, config) for group in grouped(step)] == [False, False]
     assert is_dead(grouped([graded("c", 0, None), graded("c", 1, math.nan)])[0], config)
 
@@ -118,8 +118,8 @@ def test_groups_that_were_replaced_are_in_no_scale(config: GrpoConfig) -> None:
     none = None if config.baseline == "batch" else 7.0
     dead = grouped([graded("c", 0, none), graded("c", 1, none)])
     assert all(is_dead(group, config) for group in dead)
-    alone, _ = samples_and_metrics(grouped(live), config)
-    samples, metrics = samples_and_metrics(grouped(live), config, replaced=dead)
+    alone, _ = samples_and_metrics(grouped(live), config, trained_version=0)
+    samples, metrics = samples_and_metrics(grouped(live), config, replaced=dead, trained_version=0)
     assert samples[: len(alone)] == alone
     assert not any(any(sample.loss_mask) for sample in samples[len(alone) :])
     assert metrics["groups/dead"] == pytest.approx(1 / 3)
@@ -143,7 +143,7 @@ def test_what_has_no_reward_changes_nothing_c02_c04(
     others = [graded("g0", 10 + i, 5.0, stop_reason=reason, turns=2) for i, reason in enumerate(lost)]
     others += [graded("g1", 20 + i, value) for i, value in enumerate(nothing)]
     assert step_advantages([*others, *step], config) == near(step_advantages(step, config))
-    metrics = samples_and_metrics(grouped([*step, *others]), config)[1]
+    metrics = samples_and_metrics(grouped([*step, *others]), config, trained_version=0)[1]
     assert metrics["rewards/excluded"] == len(nothing)
     assert metrics["trajectories/failed"] == len(lost) + len(nothing)
     assert metrics["reward/mean"] == pytest.approx(sum(t.reward or 0.0 for t in step) / len(step))
@@ -162,7 +162,7 @@ def test_rewards_that_are_partly_or_all_missing_c02(nothing: float | None, confi
     assert all(math.isfinite(value) for values in found.values() for value in values)
     if "batch" not in (config.baseline, config.scale_rewards):
         assert {name: found[name] for name in ("good/0", "good/1")} == step_advantages(good, config)
-    samples, _ = samples_and_metrics(grouped([*part, *none, *good]), config)
+    samples, _ = samples_and_metrics(grouped([*part, *none, *good]), config, trained_version=0)
     reasons = {sample.trajectory_id: set(sample.excluded) - {None} for sample in samples}
     assert reasons["part/1"] == reasons["none/0"] == {Excluded.INFRASTRUCTURE}
     assert all(math.isfinite(value) for sample in samples for value in sample.advantages)
@@ -264,7 +264,7 @@ def test_the_penalty_is_for_what_a_limit_cut_and_nothing_else(reason: StopReason
         assert step_advantages(step, config) == {"g/1": (0.0,)}
     else:
         assert step_advantages(step, config) == {"g/0": expected, "g/1": (-expected[0],)}
-        assert samples_and_metrics(grouped(step), config)[1]["reward/mean"] == 1.0
+        assert samples_and_metrics(grouped(step), config, trained_version=0)[1]["reward/mean"] == 1.0
 
 
 def test_what_takes_more_turns_is_worth_less_with_a_discount() -> None:
@@ -277,7 +277,7 @@ def test_no_turn_at_all_is_compared_too() -> None:
     """The prompt filled the context: nothing was sampled, and the environment graded it."""
     step = [graded("g", 0, 0.0, turns=0, stop_reason=StopReason.CONTEXT_FULL), graded("g", 1, 1.0, turns=2)]
     assert step_advantages(step, PLAIN) == {"g/0": (), "g/1": (0.5, 0.5)}
-    assert [sum(s.loss_mask) for s in samples_and_metrics(grouped(step), PLAIN)[0]] == [2]
+    assert [sum(s.loss_mask) for s in samples_and_metrics(grouped(step), PLAIN, trained_version=0)[0]] == [2]
 
 
 # Samples and metrics
@@ -305,7 +305,7 @@ def test_the_length_of_what_tools_said_is_in_no_advantage_c19() -> None:
         return [graded("g", i, float(i), turns=2 + i, tool_tokens=tool_tokens, tokens=10**i) for i in range(3)]
 
     assert step_advantages(step(1), GrpoConfig()) == step_advantages(step(5000), GrpoConfig())
-    short, long = (samples_and_metrics(grouped(step(n)), GrpoConfig())[1] for n in (1, 5000))
+    short, long = (samples_and_metrics(grouped(step(n)), GrpoConfig(), trained_version=0)[1] for n in (1, 5000))
     assert short["length/mean"] == long["length/mean"]
     assert short["advantages/abs"] == long["advantages/abs"]
 
@@ -319,7 +319,7 @@ def test_metrics_by_hand() -> None:
         graded("b", 2, math.nan),
         graded("b", 3, None, stop_reason=StopReason.ENGINE_ERROR),
     ]
-    _, metrics = samples_and_metrics(grouped(step), PLAIN)
+    _, metrics = samples_and_metrics(grouped(step), PLAIN, trained_version=0)
     names = (
         "reward/mean", "reward/std", "reward/min", "reward/max", "reward/success", "reward/turn_rewards",
         "rewards/excluded", "trajectories/failed", "groups/dead",
@@ -345,5 +345,5 @@ def test_metrics_by_hand() -> None:
 
 def test_a_term_with_a_name_of_ours_does_not_hide_it() -> None:
     step = [replace(graded("g", i, float(i)), reward_terms={"max": 0.25, "ok": i - 0.25}) for i in range(2)]
-    _, metrics = samples_and_metrics(grouped(step), PLAIN)
+    _, metrics = samples_and_metrics(grouped(step), PLAIN, trained_version=0)
     assert (metrics["reward/max"], metrics["reward/term/max"], metrics["reward/ok"]) == (1.0, 0.25, 0.25)
