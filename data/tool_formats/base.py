@@ -24,7 +24,8 @@ Markers outside of calls
 Thinking
     Between its markers, or from the turn's start where the prompt opened it. It ends at its closing marker alone: what
     looks like a call before that is something the model considered. (vLLM lets Qwen's `<tool_call>` end thinking; a
-    call that was only weighed must not be run.) Where it never ends, the turn is `thinking_open`.
+    call that was only weighed must not be run.) Where it never ends, the turn is `thinking_open`. What stands behind it
+    begins a line.
 Cut turns
     After the finish reason "length", calls that were whole before the cut stay, and the one that was cut is neither a
     call nor an error; its text is left out.

@@ -83,8 +83,7 @@ class ReactFormat:
     ) -> ParsedTurn:
         reading = Reading(plain_json(text), tools, was_cut=finish_reason == "length")
         draft = Draft()
-        place = begin_thinking(draft, reading.text, _THINKING) if in_thinking else 0
-        labels = _read_turn(reading, draft, place)
+        labels = _read_turn(begin_thinking(draft, reading, _THINKING) if in_thinking else reading, draft)
         if not reading.was_cut and not draft.calls and not draft.thinking_open:
             if not labels:
                 draft.calls += calls_elsewhere(draft.content, self._others, tools)
@@ -96,14 +95,14 @@ class ReactFormat:
         """None: its calls have no opener that prose cannot hold."""
 
 
-def _read_turn(reading: Reading, draft: Draft, place: int) -> set[str]:
-    """Read the turn from `place` into `draft`; the labels that stood in it."""
-    text, labels, label = reading.text, set[str](), ""
-    while found := _MARKER.search(text, place):
-        _add(draft, label, text[place : found.start()])
+def _read_turn(reading: Reading, draft: Draft) -> set[str]:
+    """Read the turn into `draft`; the labels that stood in it."""
+    place, labels, label = 0, set[str](), ""
+    while found := _MARKER.search(reading.text, place):
+        _add(draft, label, reading.text[place : found.start()])
         place = found.end()
         if found["think"]:
-            place = draft.think(text, place, "</think>")
+            reading, place = reading._replace(text=draft.think(reading.text, place, "</think>")), 0
             continue
         label = found["label"].lower()
         labels.add(label)
@@ -112,14 +111,14 @@ def _read_turn(reading: Reading, draft: Draft, place: int) -> set[str]:
         if label in ("final answer", "answer"):
             # What stood before it was said on the way.
             draft.thoughts += [draft.content] if draft.content else []
-            draft.prose = [text[place:]]
+            draft.prose = [reading.text[place:]]
             return labels
         if label.startswith("action"):
             block = _read_action(reading, place, label)
             if not draft.add(block.calls):
                 return labels
             place, label = block.end, ""
-    _add(draft, label, text[place:])
+    _add(draft, label, reading.text[place:])
     return labels
 
 

@@ -127,13 +127,13 @@ class Draft:
                 return False
         return True
 
-    def think(self, text: str, start: int, closer: str) -> int:
-        """Take the thinking that begins at `start`; the place behind it."""
-        end = text.find(closer, start)
-        self.thinking_open = end < 0
-        thought = text[start:] if end < 0 else text[start:end]
+    def think(self, text: str, start: int, closer: str) -> str:
+        """Take the thinking that begins at `start`; the text behind it, which begins a line."""
+        thought, closed, rest = text[start:].partition(closer)
+        self.thinking_open = not closed
         self.thoughts += [thought.strip()] if thought.strip() else []
-        return len(text) if end < 0 else end + len(closer)
+        self.prose += [] if rest.startswith("\n") else ["\n"]
+        return rest
 
     def finished(self, call_id_prefix: str, how_to: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         """The turn, its calls with their ids, its whole numbers as the tools' schemas want them."""
@@ -157,28 +157,30 @@ class Draft:
 
 def read_turn(reading: Reading, grammar: Grammar, *, in_thinking: bool = False) -> Draft:
     """A turn in one format, whatever stands in it."""
-    text = reading.text
     draft = Draft()
+    if in_thinking:
+        reading = begin_thinking(draft, reading, grammar.thinking)
     closers = dict(grammar.thinking)
     openers = "|".join(map(re.escape, closers))
     marker = re.compile(f"(?P<think>{openers})|{grammar.opener.pattern}", grammar.opener.flags)
-    place = begin_thinking(draft, text, grammar.thinking) if in_thinking else 0
+    place = 0
     said = 0  # the first piece of prose behind the last call
-    while found := marker.search(text, place):
-        draft.prose.append(text[place : found.start()])
+    while found := marker.search(reading.text, place):
+        draft.prose.append(reading.text[place : found.start()])
         if found["think"]:
-            place = draft.think(text, found.end(), closers[found["think"]])
+            rest, place = draft.think(reading.text, found.end(), closers[found["think"]]), 0
+            reading = reading._replace(text=rest)
             continue
         block = grammar.read(reading, found)
         assert block.end > found.start()
         place = block.end
         if block.is_prose:
-            draft.prose.append(text[found.start() : place])
+            draft.prose.append(reading.text[found.start() : place])
         elif not draft.add((*_stray(draft, said, grammar), *block.calls)):
             return draft
         else:
             said = len(draft.prose)
-    draft.prose.append(text[place:])
+    draft.prose.append(reading.text[place:])
     if not reading.was_cut:
         draft.add(_stray(draft, said, grammar))
     return draft
@@ -196,11 +198,13 @@ def _stray(draft: Draft, said: int, grammar: Grammar) -> list[Bad]:
     return []
 
 
-def begin_thinking(draft: Draft, text: str, markers: Sequence[tuple[str, str]]) -> int:
-    """Take the thinking that the prompt opened, with whichever marker; the place behind it."""
+def begin_thinking(draft: Draft, reading: Reading, markers: Sequence[tuple[str, str]]) -> Reading:
+    """Take the thinking that the prompt opened, with whichever marker; what is to be read behind it."""
+    text = reading.text
     opener, closer = min(markers, key=lambda pair: len(text.partition(pair[1])[0]))
     start = skip_blank(text, 0)
-    return draft.think(text, start + len(opener) if text.startswith(opener, start) else 0, closer)
+    rest = draft.think(text, start + len(opener) if text.startswith(opener, start) else 0, closer)
+    return reading._replace(text=rest)
 
 
 THINKING_OPENERS = ("<think>", "[THINK]", "<|channel>thought")

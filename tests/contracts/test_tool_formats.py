@@ -201,6 +201,26 @@ def test_thinking_that_the_prompt_opened_ends_at_its_marker(family: Family) -> N
     assert turn.content == ""
 
 
+def test_a_call_right_behind_thinking_begins_a_line(family: Family) -> None:
+    """Also one of a tool that nobody knows, which pythonic lists and ReAct's labels are taken for there alone."""
+    for name in ("g", "nothing"):
+        call = family.write([(name, {})])
+        for text, in_thinking in ((f"Hm.</think>{call}", True), (f"So.<think>Hm.</think>{call}", False)):
+            turn = parse(family, text, in_thinking=in_thinking)
+            assert as_pairs(turn.calls) == [(name, {})], text
+            assert turn.content == ("" if in_thinking else "So.")
+            assert turn.thinking == "Hm."
+
+
+@pytest.mark.parametrize("other", ['g(x="a")', "Action: g[]", "[g()]"])
+def test_a_call_in_another_form_right_behind_thinking_is_an_error_b11(family: Family, other: str) -> None:
+    for text in (f"<think>Hm.</think>{other}", f"So.<think>Hm.</think>{other}"):
+        turn = parse(family, text)
+        assert turn.calls, text
+        if family.format not in ("react", "pythonic"):
+            assert isinstance(turn.calls[0], CallError)
+
+
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
 def test_thinking_that_never_ends_has_no_calls(family: Family, finish_reason: FinishReason) -> None:
     call = family.write([("g", {})])

@@ -40,6 +40,14 @@ def test_the_textbooks_dialogue() -> None:
     assert turn == ParsedTurn(content="18 °C and sunny; 17.5 × 4 = 70.", calls=(), thinking="I have both results.")
 
 
+def test_a_label_right_behind_thinking_begins_a_line() -> None:
+    for text, in_thinking in (("<think>Hm.</think>Final Answer: 42", False), ("Hm.</think>**Answer:** 42", True)):
+        turn = tool_format("react").parse(
+            text, call_id_prefix="c", finish_reason="stop", tools=TOOLS, in_thinking=in_thinking
+        )
+        assert turn == ParsedTurn(content="42", calls=(), thinking="Hm.")
+
+
 @pytest.mark.parametrize(
     ("action", "name", "arguments"),
     [
