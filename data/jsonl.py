@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ Row = TypeVar("Row")
 
 # Writers refuse values nested deeper than 255; nothing that a person or a model means comes near this.
 _MAX_DEPTH = 64
+_BLOCK = 1 << 16
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -115,6 +117,21 @@ def read_lines(path: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:
                 first = error.errors()[0]
                 where = ".".join(str(part) for part in first["loc"]) or "the row"
                 raise ValueError(f"{path}, line {number}: {where}: {first['msg']}") from error
+
+
+def torn_bytes(path: Path) -> int:
+    """How many bytes follow the last newline of a file, which readers leave out: the line that its writer, or who copied
+    it, did not end."""
+    with path.open("rb") as file:
+        end = place = file.seek(0, os.SEEK_END)
+        while place > 0:
+            start = max(0, place - _BLOCK)
+            file.seek(start)
+            found = file.read(place - start).rfind(b"\n")
+            if found >= 0:
+                return end - (start + found + 1)
+            place = start
+    return end
 
 
 def plain_json(value: Any, depth: int = 0) -> Any:

@@ -2,7 +2,7 @@
 
 The first line is a header, `{"format": "agentgrad.trajectories", "version": 2, "settings": …}`; `settings` is the
 configuration that the trajectories were sampled with, where one command wrote them all. Files may be put one behind
-the other: a header is read wherever it stands. Files without any are version 1, and are read too.
+the other: a header holds for what follows it, up to the next one. Files without any are version 1, and are read too.
 
 A line counts once its newline is there. So a writer that is killed leaves whole lines and perhaps one torn one, which
 readers leave out and the next writer cuts off. Lines are handed to the operating system at once, and to the disk when
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from data.jsonl import line_writer
+from data.jsonl import line_writer, torn_bytes
 from rollouts.types import Trajectory
 
 FORMAT = "agentgrad.trajectories"
@@ -32,7 +32,6 @@ VERSION = 2
 _TRAJECTORY = TypeAdapter(Trajectory)
 _line = line_writer(Trajectory)
 _HEADER_START = b'{"format":'
-_BLOCK = 1 << 16
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -54,13 +53,21 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
         ValueError: a line is no trajectory, or of a version that this program does not know; the message names file and
             line.
     """
+    for _, trajectory in read_recorded(path):
+        yield trajectory
+
+
+def read_recorded(path: Path) -> Iterator[tuple[Mapping[str, Any] | None, Trajectory]]:
+    """The trajectories of a file, each with the settings that it was sampled with, as the header before it says: one
+    object for all that follow one header; None where that says nothing. Errors as `read_trajectories`."""
     with path.open("rb") as file:
-        for _, trajectory in _read(file, path):
-            yield trajectory
+        for _, settings, trajectory in _read(file, path):
+            yield settings, trajectory
 
 
 def read_settings(path: Path) -> Mapping[str, Any] | None:
-    """The settings in the header of a file; None where it has none. Errors as `read_trajectories`."""
+    """The settings in the first header of a file; None where it does not begin with one. Errors as
+    `read_trajectories`."""
     with path.open("rb") as file:
         line = file.readline()
     return _settings(line, f"{path}, line 1") or None
@@ -69,9 +76,9 @@ def read_settings(path: Path) -> Mapping[str, Any] | None:
 class Record:
     """A trajectory file that is being written; nobody else can write it meanwhile, everybody can read it.
 
-    A file that is there is gone on with: `settings` are then those in its header, and a torn last line has been cut
-    off (`torn_bytes`). `anew`: whatever is there is deleted. A file that was opened and never written to is not left
-    behind.
+    A file that is there is gone on with: `settings` are then those in its header, `later_settings` those in the headers
+    of files that were put behind it, and a torn last line has been cut off (`torn_bytes`). `anew`: whatever is there is
+    deleted. A file that was opened and never written to is not left behind.
 
     Raises:
         ValueError: another process writes the file, or what is there is no trajectory file with a header.
@@ -92,6 +99,7 @@ class Record:
                 self._file.truncate(0)
                 self._size = 0
             self.settings = _settings(header, str(path)) if self._size else settings
+            self.later_settings = _later_settings(path)
         except BaseException:
             self._file.close()
             raise
@@ -112,7 +120,7 @@ class Record:
             ValueError: a line is no trajectory.
         """
         with self.path.open("rb") as file:
-            unwanted = {number for number, trajectory in _read(file, self.path) if not wanted(trajectory)}
+            unwanted = {number for number, _, trajectory in _read(file, self.path) if not wanted(trajectory)}
             if unwanted:
                 file.seek(0)
                 self._replace(line for number, line in enumerate(file, start=1) if number not in unwanted)
@@ -138,18 +146,10 @@ class Record:
 
     def _cut_torn_line(self) -> int:
         """Cut off what follows the last newline; returns how many bytes that was."""
-        place = end = self._file.seek(0, os.SEEK_END)
-        while place > 0:
-            start = max(0, place - _BLOCK)
-            self._file.seek(start)
-            found = self._file.read(place - start).rfind(b"\n")
-            if found >= 0:
-                place = start + found + 1
-                break
-            place = start
-        self._file.truncate(place)
-        self._size = place
-        return end - place
+        torn = torn_bytes(self.path)
+        self._size = self._file.seek(0, os.SEEK_END) - torn
+        self._file.truncate(self._size)
+        return torn
 
     def _write(self, data: bytes) -> None:
         try:
@@ -228,16 +228,28 @@ def _settings(line: bytes, where: str) -> Mapping[str, Any]:
     return header.get("settings", {})
 
 
-def _read(file: BinaryIO, path: Path) -> Iterator[tuple[int, Trajectory]]:
-    """The trajectories of an open file, each with the number of its line."""
+def _later_settings(path: Path) -> list[Mapping[str, Any]]:
+    """What the headers behind the first line say."""
+    with path.open("rb") as file:
+        lines = enumerate(file, start=1)
+        return [
+            _settings(line, f"{path}, line {number}")
+            for number, line in lines
+            if number > 1 and line.startswith(_HEADER_START) and line.endswith(b"\n")
+        ]
+
+
+def _read(file: BinaryIO, path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None, Trajectory]]:
+    """The trajectories of an open file, each with the number of its line and the settings in force there."""
+    settings: Mapping[str, Any] | None = None
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
             return
         if line.startswith(_HEADER_START):
-            _settings(line, f"{path}, line {number}")
+            settings = _settings(line, f"{path}, line {number}") or None
             continue
         try:
-            yield number, _TRAJECTORY.validate_json(line)
+            yield number, settings, _TRAJECTORY.validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the row"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.config import RolloutConfig
-from rollouts.record import read_settings, read_trajectories
+from rollouts.record import read_recorded
 from rollouts.replay import Replay
 from scripts.console import run_main
 from scripts.open_rollouts import renderer_of
@@ -30,17 +30,11 @@ async def replay_file(path: Path, model: str | None) -> tuple[int, list[str], li
     Raises:
         ValueError: the file does not say how its trajectories were sampled, or a line of it is none.
     """
-    settings = settings_of(path)
-    config = RolloutConfig.model_validate(settings["rollout"])
-    replay = Replay(
-        renderer=renderer_of(config, model or settings["model"]),
-        limits=config.limits,
-        sampling=config.sampling,
-        prices=config.prices,
-        max_context_tokens=config.engine.max_context_tokens,
-    )
     count, differences, skipped = 0, list[str](), list[str]()
-    for trajectory in read_trajectories(path):
+    replay, of = None, None
+    for settings, trajectory in read_recorded(path):
+        if replay is None or settings is not of:
+            replay, of = _replay_of(settings_of(path, settings), model), settings
         try:
             differences += await replay.differences(trajectory)
             count += 1
@@ -49,13 +43,24 @@ async def replay_file(path: Path, model: str | None) -> tuple[int, list[str], li
     return count, differences, skipped
 
 
-def settings_of(path: Path) -> Mapping[str, Any]:
-    """What the trajectories of a file were sampled with: as its header says, or the run folder that it lies in.
+def _replay_of(settings: Mapping[str, Any], model: str | None) -> Replay:
+    config = RolloutConfig.model_validate(settings["rollout"])
+    return Replay(
+        renderer=renderer_of(config, model or settings["model"]),
+        limits=config.limits,
+        sampling=config.sampling,
+        prices=config.prices,
+        max_context_tokens=config.engine.max_context_tokens,
+    )
+
+
+def settings_of(path: Path, settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What trajectories of a file were sampled with: as the header before them says (`settings`), or the run folder
+    that the file lies in.
 
     Raises:
         ValueError: neither says it.
     """
-    settings = read_settings(path)
     config = path.resolve().parent.parent / "config.toml"
     if settings is None and config.is_file():
         settings = tomllib.loads(config.read_text(encoding="utf-8"))

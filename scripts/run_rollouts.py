@@ -41,18 +41,7 @@ async def run_rollouts(settings: RolloutSettings) -> str:
     tasks = open_env(settings.rollout.env).tasks(settings.evaluation.split, settings.evaluation.num_tasks, 0)
     total = len(tasks) * settings.attempts
     with Record(Path(settings.output), recorded_settings(settings)) as record:
-        if "weights" not in record.settings:
-            raise ValueError(
-                f"{settings.output} was written by another command (run_eval writes such files), and is not gone on "
-                "with here; choose another output"
-            )
-        before = {name: value for name, value in record.settings.items() if name != _SERVED}
-        difference = first_difference(before, recorded_settings(settings))
-        if difference:
-            raise ValueError(
-                f"{settings.output} holds trajectories of another configuration ({difference}); delete the file or "
-                "choose another output"
-            )
+        check_settings(record, settings)
         tally, missing = take_stock(record, tasks, settings)
         if missing:
             try:
@@ -68,12 +57,38 @@ async def run_rollouts(settings: RolloutSettings) -> str:
     return "\n  ".join([first, *tally.details()])
 
 
+def check_settings(record: Record, settings: RolloutSettings) -> None:
+    """Can the file be gone on with? Every header of it is asked: files may have been put one behind the other.
+
+    Raises:
+        ValueError: it holds trajectories that were sampled with other settings, or another command wrote it.
+    """
+    wanted = recorded_settings(settings)
+    for recorded in (record.settings, *record.later_settings):
+        if "weights" not in recorded:
+            raise ValueError(
+                f"{settings.output} was written by another command (run_eval writes such files), and is not gone on "
+                "with here; choose another output"
+            )
+        before = {name: value for name, value in recorded.items() if name != _SERVED}
+        difference = first_difference(before, wanted)
+        if difference:
+            raise ValueError(
+                f"{settings.output} holds trajectories of another configuration ({difference}); delete the file or "
+                "choose another output"
+            )
+
+
 def take_stock(
     record: Record, tasks: Sequence[Task], settings: RolloutSettings
 ) -> tuple[Tally, list[tuple[Task, list[int]]]]:
     """What is in the file already, and which siblings of which tasks are missing. Trajectories that were lost to
     infrastructure are taken out: they are attempted again, after those that never were, lest tasks that are broken keep
-    the others from their turn."""
+    the others from their turn.
+
+    Raises:
+        ValueError: one is there twice.
+    """
     tally, done, lost_tasks = Tally(), set[tuple[str, int]](), set[str]()
 
     def is_done(trajectory: Trajectory) -> bool:
@@ -81,8 +96,14 @@ def take_stock(
             lost_tasks.add(trajectory.task_id)
             tally.add_begun_again(trajectory)
             return False
+        sibling = (trajectory.task_id, trajectory.sibling_index)
+        if sibling in done:
+            raise ValueError(
+                f"{record.path} holds attempt {sibling[1]} at task {sibling[0]} twice: files with the same attempts "
+                "were put one behind the other; leave one of them out, or choose another output"
+            )
         tally.add(trajectory)
-        done.add((trajectory.task_id, trajectory.sibling_index))
+        done.add(sibling)
         return True
 
     lost = record.keep(is_done)
@@ -116,10 +137,10 @@ async def check_served_weights(settings: RolloutSettings, record: Record, engine
     if settings.rollout.engine.kind != "server":
         return
     scores = await score_probe(engine, Path(settings.model))
-    recorded = record.settings.get(_SERVED)
-    if recorded is None:
+    if _SERVED not in record.settings:
         record.settings = {**record.settings, _SERVED: scores}
-    elif (difference := differing(recorded, scores)) is not None:
+    served = [header[_SERVED] for header in (record.settings, *record.later_settings) if _SERVED in header]
+    for difference in filter(None, (differing(one, scores) for one in served)):
         raise ValueError(
             f"{record.path} holds trajectories of other weights than {', '.join(settings.rollout.engine.servers)} "
             f"serves now (logprobs differ by {difference:.2g} nats in the mean); serve the first ones again, or choose "

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from data.types import Segment, Source, TokenStream
 from envs.types import Message, ToolCall, ToolResult
-from rollouts.record import Record, read_settings, read_trajectories, write_trajectories
+from rollouts.record import Record, read_recorded, read_settings, read_trajectories, write_trajectories
 from rollouts.types import StopReason, Trajectory, Turn
 from tests.data.test_types import no_clock
 
@@ -151,6 +151,19 @@ def test_files_of_version_1_and_files_put_one_behind_the_other_are_read(tmp_path
     assert read_settings(tmp_path / "v1.jsonl") is None
     (tmp_path / "both.jsonl").write_bytes((tmp_path / "v1.jsonl").read_bytes() + path.read_bytes() + header)
     assert list(read_trajectories(tmp_path / "both.jsonl")) == first_version + rows
+
+
+def test_a_header_holds_for_what_follows_it(tmp_path: Path) -> None:
+    path = tmp_path / "both.jsonl"
+    parts = [written(tmp_path / "a.jsonl", 2), [trajectory(5)], [trajectory(6)]]
+    with Record(tmp_path / "b.jsonl", {"model": "other"}) as record:
+        record.append(trajectory(5))
+    write_trajectories(tmp_path / "c.jsonl", [trajectory(6)])
+    path.write_bytes(b"".join((tmp_path / f"{name}.jsonl").read_bytes() for name in "abc"))
+    settings = [SETTINGS, SETTINGS, {"model": "other"}, None]
+    assert list(read_recorded(path)) == list(zip(settings, [row for part in parts for row in part], strict=True))
+    with Record(path, {}) as record:
+        assert (record.settings, record.later_settings) == (SETTINGS, [{"model": "other"}, {}])
 
 
 def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path) -> None:

@@ -112,6 +112,29 @@ def test_another_configuration_is_refused_with_the_difference(
     assert path.read_bytes() == content
 
 
+def test_files_put_one_behind_the_other_are_each_asked_for_their_settings(tmp_path: Path) -> None:
+    path, other = tmp_path / "t.jsonl", tmp_path / "other.jsonl"
+    with Record(other, recorded_settings(settings(other, "--seed", "7"))) as record:
+        record.append(trajectory("heldout-0-1", 0))
+    with Record(path, recorded_settings(settings(path))) as record:
+        record.append(trajectory("heldout-0-0", 0))
+    content = path.read_bytes() + other.read_bytes()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"t\.jsonl holds trajectories of another configuration \(seed was 7, now 0\)"):
+        asyncio.run(run_rollouts(settings(path)))
+    assert path.read_bytes() == content
+
+
+def test_an_attempt_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    wanted = finished(path)
+    content = path.read_bytes() * 2
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"t\.jsonl holds attempt 0 at task heldout-0-0 twice: files with the same"):
+        asyncio.run(run_rollouts(wanted))
+    assert path.read_bytes() == content
+
+
 def test_a_file_of_run_eval_is_refused_as_such(tmp_path: Path) -> None:
     path = tmp_path / "e.trajectories.jsonl"
     values = resolved(load_settings(EvalSettings, [*ARGUMENTS, "--output", str(tmp_path / "e.json")]))

@@ -12,7 +12,7 @@ import pytest
 
 from data.rows import write_samples
 from data.types import Excluded, Source
-from rollouts.record import write_trajectories
+from rollouts.record import Record, write_trajectories
 from rollouts.types import StopReason
 from tests.train.mask_rows import HOSTILE, MODEL, pair, samples, trajectory
 from train.report.masks import KIND_WORDS, MaskView, totals
@@ -78,6 +78,18 @@ def test_trajectories_have_the_mask_of_their_run(run: Path, masked: bool) -> Non
     _, view = load_views(path, MODEL, limit=2).views
     assert totals([view]).excluded == ({Excluded.TRUNCATED: totals([view]).by_source[Source.MODEL]} if masked else {})
     assert "the mask is the one that the trainer would make" in KIND_WORDS[view.kind]
+
+
+def test_files_put_one_behind_the_other_are_shown_one_behind_the_other(run: Path) -> None:
+    """Two evaluations of one name have the same ids: none is taken for the other."""
+    path = run / "both.jsonl"
+    for name, model in (("a", MODEL), ("b", run / "checkpoints" / "step-000004")):
+        with Record(run / name, {"model": str(model)}) as record:
+            for one in pair():
+                record.append(one)
+    path.write_bytes((run / "a").read_bytes() + (run / "b").read_bytes())
+    loaded = load_views(path, None, limit=8)
+    assert (loaded.rows, len(loaded.views)) == (4, 4)
 
 
 def test_demonstrations_of_a_warm_start(demonstrations: Path) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -18,7 +19,7 @@ from data.jsonl import read_lines
 from data.rows import SAMPLE
 from data.types import Source, TrainingSample
 from rollouts.config import RendererConfig
-from rollouts.record import read_settings, read_trajectories
+from rollouts.record import read_recorded, read_trajectories
 from rollouts.types import Trajectory
 from train.config import GrpoConfig
 from train.report.masks import Kind, MaskView, sample_view, trajectory_views
@@ -100,9 +101,9 @@ def find_model(path: Path) -> Path:
     raise ValueError(f"{path}: no run folder with a checkpoint above it; name the model folder with --model FOLDER")
 
 
-def recorded_model(path: Path) -> Path | None:
-    """The model folder that a trajectory file says it was sampled with, where it is still there."""
-    model = (read_settings(path) or {}).get("model")
+def recorded_model(settings: Mapping[str, Any] | None) -> Path | None:
+    """The model folder that the header of a trajectory file says it was sampled with, where it is still there."""
+    model = (settings or {}).get("model")
     return Path(model) if isinstance(model, str) and (Path(model) / "tokenizer.json").is_file() else None
 
 
@@ -137,7 +138,9 @@ def load_views(path: Path, model: Path | None, *, limit: int, config: Path | Non
     kind = file_kind(path)
     if config is not None and kind != "demonstrations":
         raise ValueError(f"{path} holds tokens, which no configuration changes; leave out --config")
-    model = model or (recorded_model(path) if kind == "trajectories" else None) or find_model(path)
+    if kind == "trajectories":
+        return _load_trajectories(path, model, limit)
+    model = model or find_model(path)
     vocabulary = Vocabulary.from_folder(model)
     if kind == "samples":
         rows = list(read_lines(path, SAMPLE))
@@ -147,12 +150,27 @@ def load_views(path: Path, model: Path | None, *, limit: int, config: Path | Non
             for row in rows[:limit]
         ]
         return Loaded(kind=kind, views=views, rows=len(rows))
-    if kind == "trajectories":
-        # All of them are needed: whether a group is dead is known from its siblings.
-        trajectories = list(read_trajectories(path))
-        views = trajectory_views(trajectories, vocabulary, config=_grpo_config(path))[:limit]
-        return Loaded(kind=kind, views=views, rows=len(trajectories))
     return _load_demonstrations(path, model, vocabulary, limit, config or config_of(model))
+
+
+def _load_trajectories(path: Path, model: Path | None, limit: int) -> Loaded:
+    """Files may have been put one behind the other: what follows a header is of the model that it names, and has no
+    siblings elsewhere."""
+    parts: list[tuple[Mapping[str, Any] | None, list[Trajectory]]] = []
+    for settings, trajectory in read_recorded(path):
+        if not parts or settings is not parts[-1][0]:
+            parts.append((settings, []))
+        parts[-1][1].append(trajectory)
+    if not parts:
+        raise ValueError(f"{path}: there are no trajectories in it")
+    views: list[MaskView] = []
+    for settings, trajectories in parts:
+        if len(views) >= limit:
+            break
+        vocabulary = Vocabulary.from_folder(model or recorded_model(settings) or find_model(path))
+        # All of them are needed: whether a group is dead is known from its siblings.
+        views += trajectory_views(trajectories, vocabulary, config=_grpo_config(path))
+    return Loaded(kind="trajectories", views=views[:limit], rows=sum(len(trajectories) for _, trajectories in parts))
 
 
 def trajectories_beside(samples: Path) -> dict[str, Trajectory]:
