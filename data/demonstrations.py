@@ -4,14 +4,16 @@ assistant turns are trained.
 A file is JSONL; each line has `messages` (chat-completions form; an assistant message with `"train": false` is
 context only), `tools` (chat-completions form) and optionally `task_id`. What an assistant thought before it spoke is in
 `reasoning_content`, `thinking` or `reasoning`, as servers and chat templates name it; `reasoning_content` is what is
-written. A field that is null is read as absent: tables fill up with nulls.
+written. A field that is null is read as absent: tables fill up with nulls. Arguments that are no JSON object, or hold a
+key twice, stay the text that they are; such a conversation is not trained on.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 from data.chat import Renderer
 from data.jsonl import plain_json
 from data.rows import SampleBuilder
+from data.tool_formats.json_calls import no_key_twice
 from data.types import Segment, Source, TrainingSample
 from envs.types import Message, ToolCall, ToolSpec
 
@@ -139,6 +142,8 @@ def why_dropped(demonstration: Demonstration, renderer: Renderer) -> str | None:
         return "without a trained turn"
     if any(turn.train and not turn.content and not turn.tool_calls for turn in turns):
         return "with an empty trained turn"
+    if any(not isinstance(call.arguments, Mapping) for turn in turns for call in turn.tool_calls):
+        return "with arguments of a call that are no JSON object, or hold a key twice"
     if not renderer.several_calls and any(len(turn.tool_calls) > 1 for turn in turns):
         return "with several calls in a turn, which the chat template cannot write"
     # The model would learn to spell `<tool_call>` letter by letter, which calls nothing.
@@ -224,9 +229,14 @@ def read_demonstrations(path: Path) -> Iterator[Demonstration]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield _demonstration(plain_json(json.loads(line)), f"{path.stem}-{number}")
+                yield _demonstration(_decoded(line), f"{path.stem}-{number}")
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not a conversation: {error}") from error
+
+
+def _decoded(text: str | bytes) -> Any:
+    """Strict JSON: readers differ in which of two equal keys counts."""
+    return plain_json(json.loads(text, object_pairs_hook=no_key_twice))
 
 
 def _message_row(message: Message) -> dict[str, Any]:
@@ -274,16 +284,23 @@ def _thinking(row: Any, where: str) -> str:
 def _call(row: Any, where: str, index: int) -> ToolCall:
     function = _field(row, "function", dict, where=where)
     name = _field(function, "name", str, where=f"{where}.function")
-    arguments = function.get("arguments")
-    # The wire format holds the arguments as a JSON string, templates want the object: both are accepted. A call of a
-    # tool that takes none may have an empty string, or nothing.
-    if isinstance(arguments, str):
-        try:
-            function = {"arguments": plain_json(json.loads(arguments or "{}"))}
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}.function.arguments: {error}") from error
-    arguments = _field(function, "arguments", dict, {}, where=f"{where}.function")
-    return ToolCall(call_id=_text_id(row, "id", f"call_{index}"), name=name, arguments=arguments)
+    return ToolCall(call_id=_text_id(row, "id", f"call_{index}"), name=name, arguments=_arguments(function))
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    """The wire format holds the arguments as a JSON string, templates want the object: both are read. A call of a tool
+    that takes none may have an empty string, or nothing. What is no object stays the text that it is.
+
+    >>> _arguments({"arguments": '{"x": 1}'}), _arguments({"arguments": '{"x": 1, "x": 2}'})
+    ({'x': 1}, '{"x": 1, "x": 2}')
+    """
+    given = function.get("arguments")
+    given = {} if given is None or given == "" else given
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            decoded = _decoded(given)
+            return decoded if isinstance(decoded, dict) else given
+    return given if isinstance(given, dict | str) else json.dumps(given, ensure_ascii=False)
 
 
 def _tool(row: Any, where: str) -> ToolSpec:

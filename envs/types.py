@@ -17,7 +17,7 @@ class ToolCall:
     """One call that a model asked for.
 
     `arguments` is the decoded JSON object. A call that could not be decoded never becomes a ToolCall; it
-    becomes a parse error that the model reads.
+    becomes a parse error that the model reads. (In a file of demonstrations it keeps its text, and is not trained.)
     """
 
     call_id: str
@@ -88,14 +88,17 @@ class Message:
             raise ValueError(f"a tool message, and only a tool message, has a call_id; role is {self.role}")
 
     def as_openai(self) -> dict[str, Any]:
-        """The chat-completions form, as chat templates expect it; arguments stay an object."""
+        """The chat-completions form, as chat templates expect it; arguments stay an object (or a text that is none)."""
         row: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.thinking:
             row["reasoning_content"] = self.thinking
         if self.tool_calls:
+            arguments = [
+                dict(c.arguments) if isinstance(c.arguments, Mapping) else c.arguments for c in self.tool_calls
+            ]
             row["tool_calls"] = [
-                {"type": "function", "id": c.call_id, "function": {"name": c.name, "arguments": dict(c.arguments)}}
-                for c in self.tool_calls
+                {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": given}}
+                for call, given in zip(self.tool_calls, arguments, strict=True)
             ]
         if self.call_id is not None:
             row["tool_call_id"] = self.call_id

@@ -24,7 +24,8 @@ class _TwiceError(ValueError):
     """A key stands twice in one object; readers of JSON differ in which one counts."""
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`: the object, unless a key stands twice in it."""
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if (key := plain_json(key)) in seen:
@@ -33,7 +34,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
-_STRICT = json.JSONDecoder(object_pairs_hook=_no_key_twice)
+_STRICT = json.JSONDecoder(object_pairs_hook=no_key_twice)
 _PLAIN = json.JSONDecoder()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from data.demonstrations import Demonstration, read_demonstrations, to_sample, write_demonstrations
+from data.demonstrations import Demonstration, read_demonstrations, to_sample, to_samples, write_demonstrations
 from data.template_renderer import TemplateRenderer
 from envs.types import Message, ToolCall, ToolSpec
 from tests.data.chat_tokenizers import make_tokenizer, peer_template, small_core
@@ -125,6 +125,27 @@ def test_a_call_without_arguments_has_none_a23(tmp_path: Path, nothing: str | No
     assert arguments_in(write_rows(tmp_path / "d.jsonl", conversation(nothing))) == [{}]
 
 
+@pytest.mark.parametrize(
+    "given", ['{"city": ', "[1]", "Zürich", '{"x": 1, "x": 2}', '{"x": {"y": 1, "y": 2}}', '{"x": NaN}']
+)
+def test_broken_arguments_are_kept_and_their_row_is_dropped_a23(
+    tmp_path: Path, renderer: TemplateRenderer, given: str
+) -> None:
+    """One conversation must not cost the file, and no reader may choose which of two equal keys counts."""
+    path = write_rows(tmp_path / "d.jsonl", conversation(given), conversation({"city": "Zürich"}))
+    broken, _ = rows = list(read_demonstrations(path))
+    assert broken.messages[1].tool_calls[0].arguments == given
+    samples, report = to_samples(rows, renderer, max_length=1000)
+    assert len(samples) == 1
+    assert report.dropped == {"with arguments of a call that are no JSON object, or hold a key twice": 1}
+    write_demonstrations(tmp_path / "again.jsonl", rows)
+    assert next(iter(read_demonstrations(tmp_path / "again.jsonl"))).messages == broken.messages
+
+
+def test_arguments_that_are_a_list_are_dropped_as_their_text_a23(tmp_path: Path) -> None:
+    assert arguments_in(write_rows(tmp_path / "d.jsonl", conversation([1]))) == ["[1]"]
+
+
 def test_half_a_surrogate_pair_is_replaced_b15(tmp_path: Path, renderer: TemplateRenderer) -> None:
     row = conversation('{"x": "\\ud83c"}')
     row["messages"][0]["content"] = "cheers \ud83c"
@@ -194,11 +215,11 @@ BAD_LINES = {
     "a user's thinking": (
         b'{"messages": [{"role": "user", "thinking": "So."}]}', "only an assistant message may hold thinking",
     ),
-    "arguments are a list": (json.dumps(conversation([1])).encode(), "arguments must be an object, not a list"),
-    "arguments are no JSON": (
-        json.dumps(conversation("{oops")).encode(), r"tool_calls\[0\]\.function\.arguments: Expecting property name",
+    "a key twice": (b'{"messages": [], "tools": [], "messages": []}', "the key 'messages' stands twice"),
+    "a key twice in a call": (
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x":1,"x":2}}}]}]}',
+        "the key 'x' stands twice",
     ),
-    "arguments are JSON of a list": (json.dumps(conversation("[1]")).encode(), "must be an object, not a list"),
     "a call is text": (
         b'{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}',
         r"messages\[0\]\.tool_calls\[0\] must be an object, not text",
