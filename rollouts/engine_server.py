@@ -143,7 +143,9 @@ class ServerEngine:
         async def ask(server: Server) -> Reply:
             wire = _checked(server).wire
             body = wire.ask(ids, params, seed=seed, model=self._wanted.adapter)
-            return wire.read(await self._pool.send(server, wire.path, body), ids, params)
+            reply = wire.read(await self._pool.send(server, wire.path, body), ids, params)
+            self._check_known(reply)
+            return reply
 
         trajectory_id = completion_id.rpartition("/")[0] or completion_id
         errand = self._errand(f"completion {completion_id}", trajectory_id, ask)
@@ -259,6 +261,12 @@ class ServerEngine:
         return Errand(
             what, trajectory_id, ask, pool=self._pool, patience=self._patience, check=self._check_weights_are_whole
         )
+
+    def _check_known(self, reply: Reply) -> None:
+        for version in set(reply.versions or ()):
+            self._step(version)
+        if max(reply.token_ids, default=0) >= self._wanted.vocab_size:
+            raise EngineError(f"it sampled token {max(reply.token_ids)} of a vocabulary of {self._wanted.vocab_size}")
 
     def _check_weights_are_whole(self) -> None:
         if self._broken is not None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from rollouts.engine import EngineError
-from rollouts.server_http import ServerFault
+from rollouts.server_http import RefusedError, ServerFault
 from rollouts.server_patience import Patience
 from rollouts.server_pool import Server, ServerPool
 from rollouts.server_wire import AbortedError
@@ -52,25 +52,40 @@ class Errand(Generic[T]):
         self._sent_s = 0.0
 
     async def run(self) -> T:
-        """The answer of one server, whichever gives it first; faults go to another one, a bounded number of times.
+        """The answer of one server, whichever gives it first. Whatever else one says, another one is asked, a bounded
+        number of times: a server that is broken answers at once, is the emptiest therefore, and would swallow all work.
 
         Raises:
-            EngineError: a server refused the request, every attempt failed, or no server was up for too long.
+            EngineError: two servers refused the request; none that is up answers it rightly; every attempt failed; or
+                no server was up for too long.
         """
         tried: list[Server] = []
+        wrong: dict[Server, EngineError] = {}
         while True:
             self._check()
-            server = await self._pool.pick(self._trajectory_id, avoid=tried[-1] if tried else None)
+            server = await self._pool.pick(self._trajectory_id, avoid={*tried[-1:], *wrong})
             if server in tried:  # those that have not been asked are asked at once
                 await asyncio.sleep(self._patience.backoff(len(tried) - 1) * random.uniform(0.5, 1.5))
             tried.append(server)
             self._server, self._sent_s = server, asyncio.get_running_loop().time()
             try:
-                return await self._ask(server)
+                answer = await self._ask(server)
             except (ServerFault, AbortedError) as fault:
                 self._faults.append(f"{server.address}: {fault}")
             except EngineError as error:
-                raise EngineError(f"{self._what}: server {server.address}: {error}") from error
+                self._faults.append(f"{server.address}: {error}")
+                wrong[server] = error
+                if not isinstance(error, RefusedError):
+                    self._pool.was_wrong(server, str(error))
+                refusals = sum(isinstance(error, RefusedError) for error in wrong.values())
+                if refusals == 2 or not self._pool.has_other(wrong):
+                    raise EngineError(f"{self._what}: server {server.address}: {error}") from error
+            else:
+                server.wrong = 0
+                for other, error in wrong.items():
+                    if isinstance(error, RefusedError) and other is not server:  # this one did not refuse it
+                        self._pool.was_wrong(other, str(error))
+                return answer
             if len(self._faults) == self._patience.attempts:
                 raise EngineError(f"{self._what} was given up after {self._tries}")
             self._pool.counts.resent += 1

@@ -1,7 +1,9 @@
 """One request to one server: its answer, or what kind of failure it was.
 
-Two kinds. A fault of the server (it is gone, hangs, is full) may pass, or pass elsewhere: `ServerFault`. A refusal of
-the request (4xx) will be the same everywhere and every time: `EngineError`, never tried again.
+Three kinds. A fault of the server (it is gone, hangs, is full) may pass, or pass elsewhere: `ServerFault`. A refusal of
+the request will be the same every time, and everywhere unless the server is another one than it should be:
+`RefusedError`. Any other answer that is none (no JSON, no such address, no right to ask) is a server's that is not what
+it was when it was checked: `EngineError`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ class KeyRefusedError(EngineError):
     """The server wants another API key, or one at all."""
 
 
+class RefusedError(EngineError):
+    """The server says that this request is wrong."""
+
+
 async def call(
     client: httpx.AsyncClient,
     address: str,
@@ -53,6 +59,7 @@ async def call(
     Raises:
         ServerFault: no connection, no answer in time, 5xx, 429.
         KeyRefusedError: 401.
+        RefusedError: 400, 413, 422.
         EngineError: any other status than 200, with what the server says; or no JSON.
     """
     response = await _send(client, address, path, body, timeout_s)
@@ -61,7 +68,7 @@ async def call(
     if response.status_code == 401:
         raise KeyRefusedError(f"{_status(path, response)}; set VLLM_API_KEY to the key that it was started with")
     if response.status_code != 200:
-        raise EngineError(_status(path, response))
+        raise (RefusedError if response.status_code in (400, 413, 422) else EngineError)(_status(path, response))
     try:
         answer = response.json()
     except (JSONDecodeError, UnicodeDecodeError) as error:
@@ -90,7 +97,7 @@ async def _send(
         raise ServerFault(f"no connection ({error})", "gone") from error
     except httpx.InvalidURL as error:
         raise ValueError(f"server {address}: this is no address ({error}); write http://HOST:PORT") from error
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise ServerFault(f"{path}: the connection broke ({error!r})") from error
     except TimeoutError as error:
         if not clock.expired():

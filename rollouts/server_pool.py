@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from rollouts.server_http import ServerFault, call, check_health
 from rollouts.server_patience import Patience
 
 _LOG = logging.getLogger(__name__)
+
+_WRONG_IN_A_ROW = 3
+"""So many answers that were none take a server out: one may be the doing of its request, as overflowing logits are."""
 
 _HOMES = 1 << 16
 """So many trajectories and groups are remembered; nobody says when one has ended."""
@@ -42,6 +45,8 @@ class Server:
     """When it last answered a request, on the loop's clock."""
     doubt: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to look at its health now."""
+    wrong: int = 0
+    """Answers in a row that were none."""
     probe: asyncio.Task[None] | None = None
     """The last request for one token that was made to see whether its model stands still."""
     is_unfit: bool = False
@@ -200,8 +205,8 @@ class ServerPool:
         async with self._changed:
             self._changed.notify_all()
 
-    async def pick(self, trajectory_id: str, *, avoid: Server | None = None) -> Server:
-        """The server for a request, another one than `avoid` where there is one. Waits while there is none.
+    async def pick(self, trajectory_id: str, *, avoid: Collection[Server] = ()) -> Server:
+        """The server for a request, another one than those of `avoid` where there is one. Waits while there is none.
 
         Raises:
             EngineError: none came back in time, or the engine is closed.
@@ -249,6 +254,18 @@ class ServerPool:
             asked.cancel()
             await asyncio.wait((asked,))
 
+    def has_other(self, servers: Collection[Server]) -> bool:
+        """Whether another one than these is up."""
+        return any(other.is_up for other in self.servers if other not in servers)
+
+    def was_wrong(self, server: Server, reason: str) -> None:
+        """It answered a request that was right with no answer. A few times in a row, and it is taken out while there is
+        another one, though it may pass its check: each time for longer, until it has given a right answer."""
+        if server.is_up:
+            server.wrong += 1
+            if server.wrong >= _WRONG_IN_A_ROW and self.has_other((server,)):
+                self._take_out(server, reason)
+
     async def answers(self, server: Server, *, since_s: float) -> bool:
         """Whether it has answered anybody lately and since then, or soon gives one token to us."""
         since_s = max(since_s, asyncio.get_running_loop().time() - self._patience.last_look_s)
@@ -258,9 +275,9 @@ class ServerPool:
                 await asyncio.wait((server.probe,), timeout=self._patience.last_look_s)
         return server.is_up and server.heard_s >= since_s
 
-    def _route(self, trajectory_id: str, avoid: Server | None) -> Server:
+    def _route(self, trajectory_id: str, avoid: Collection[Server]) -> Server:
         up = [server for server in self.servers if server.is_up]
-        up = [server for server in up if server is not avoid] or up
+        up = [server for server in up if server not in avoid] or up
         group_id = trajectory_id.rpartition("/")[0]
         chosen = self._homes.get(trajectory_id)
         if chosen not in up:
@@ -303,7 +320,8 @@ class ServerPool:
             if server.lost is lost:  # not one that went, and came back meanwhile
                 self._judge(server, fault, began_s)
         except EngineError as error:
-            _LOG.warning("server %s refused the request for one token: %s", server.address, error)
+            if server.lost is lost:
+                self.was_wrong(server, str(error))
 
     async def _watch(self, server: Server) -> None:
         while True:
@@ -334,7 +352,7 @@ class ServerPool:
                     self._take_out(server, str(fault))
 
     async def _until_back(self, server: Server) -> None:
-        times = 0
+        times = max(0, server.wrong - _WRONG_IN_A_ROW)
         while not server.is_up:
             await asyncio.sleep(self._patience.backoff(times))
             times += 1

@@ -245,6 +245,8 @@ def _whole(answer: Json, reply: Reply, prompt_ids: Sequence[int], params: Sampli
     read = answer["usage"]["prompt_tokens"]
     if read != len(prompt_ids):
         raise EngineError(f"it sampled after {read} prompt tokens, {len(prompt_ids)} were sent")
+    if any(type(token) is not int or token < 0 for token in reply.token_ids):
+        raise EngineError(f"it returned token ids that are none: {list(reply.token_ids)[:20]}")
     if reply.finish_reason not in ("stop", "length"):
         raise EngineError(f"it ended a completion with {reply.finish_reason!r}; only stop and length are answers")
     if len(reply.logprobs) != n or (reply.versions is not None and len(reply.versions) != n):

@@ -82,6 +82,95 @@ def test_a_server_that_dies_loses_nothing_and_doubles_nothing(
     assert [server.aborted for server in servers[1:]] == [0, 0]
 
 
+def no_logprobs(answer: dict[str, Any]) -> None:
+    answer["choices"][0]["logprobs"] = None
+
+
+def a_logprob_that_is_none(answer: dict[str, Any]) -> None:
+    answer["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
+
+
+def another_prompt(answer: dict[str, Any]) -> None:
+    answer["usage"]["prompt_tokens"] += 1
+
+
+def a_token_that_is_none(answer: dict[str, Any]) -> None:
+    choice = answer["choices"][0]
+    choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = 64
+
+
+def a_version_that_is_none(answer: dict[str, Any]) -> None:
+    answer["choices"][0]["weight_versions"][0]["version"] = "new"
+
+
+def when_sampling(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Its checks, which ask for one token, go on passing."""
+
+    def change_it(answer: dict[str, Any]) -> None:
+        if len(answer["choices"][0]["token_ids"]) > 1:
+            change(answer)
+
+    return change_it
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(no_logprobs, a_logprob_that_is_none, another_prompt, a_token_that_is_none, a_version_that_is_none),
+        *("garbage", 301, 400, 401, 403, 404, 422),
+    ],
+)
+def test_a_server_that_answers_wrongly_swallows_no_work(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], wrong: Any
+) -> None:
+    """It answers at once, so it would be the emptiest all the time; and it passes its check whenever it is asked."""
+    broken, whole = [stub() for _ in range(1 if wrong in (400, 422) else 2)], stub()  # two that refuse it are believed
+    engine = connect(*broken, whole)
+    expected = [tuple(sample([5, 6], {"seed": number, "max_tokens": 6})[0]) for number in range(40)]
+    for server in broken:
+        if isinstance(wrong, int | str):
+            server.faults.extend([wrong] * 1000)
+        else:
+            server.change = when_sampling(wrong)
+
+    async def one_after_the_other() -> list[Completion]:
+        ids = [f"t{number}/0/0" for number in range(40)]
+        return [await engine.generate(one, [5, 6], sampling(seed=number)) for number, one in enumerate(ids)]
+
+    assert [c.token_ids for c in asyncio.run(one_after_the_other())] == expected
+    assert engine.counts.lost >= len(broken)
+    # Each time that one is back it gets a request, and ever later.
+    assert sum(len(server.asked) for server in broken) == engine.counts.resent < 40
+
+
+def test_one_wrong_answer_is_the_doing_of_its_request(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
+) -> None:
+    """Logits that overflow for one prompt take no server, with all that it samples, out."""
+    servers = [stub(), stub()]
+    engine = connect(*servers)
+    for number in range(5):
+        servers[0].faults.append("garbage")
+        for name in "abcd":  # the first one meets it, another one is answered
+            assert len(run_one(engine, f"{name}{number}/0/0").token_ids) == 6
+    assert not servers[0].faults
+    assert (engine.counts.lost, engine.counts.resent) == (0, 5)
+
+
+def test_a_server_without_another_one_stays_however_wrong_it_is(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
+) -> None:
+    """What else it samples goes on."""
+    server = stub()
+    engine = connect(server)
+    server.faults.extend(["garbage"] * 5)
+    for _ in range(5):
+        with pytest.raises(EngineError, match="something else than vLLM"):
+            run_one(engine)
+    assert len(run_one(engine).token_ids) == 6
+    assert (engine.counts.lost, engine.counts.resent, len(server.asked)) == (0, 0, 6)
+
+
 def test_a_server_that_hangs_is_found_by_its_health_and_its_requests_go_elsewhere(
     stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
 ) -> None:

@@ -129,15 +129,15 @@ def test_case_a36_an_answer_that_is_not_whole_is_an_error_and_not_asked_for_agai
     assert len(server.asked) == 1
 
 
-def test_a_refused_request_is_not_sent_again(
+def test_what_two_servers_refuse_is_not_sent_again(
     stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
 ) -> None:
-    """It would be refused everywhere and every time."""
-    servers = [stub(), stub()]
+    """It would be refused everywhere and every time; what one refuses may be its own fault."""
+    servers = [stub(), stub(), stub()]
     engine = connect(*servers)
     for server in servers:
         server.faults.append(400)
     with pytest.raises(EngineError, match="answered 400: the stub was told to"):
         run_one(engine)
-    assert sum(len(server.asked) for server in servers) == 1
-    assert engine.counts.resent == 0
+    assert sum(len(server.asked) for server in servers) == 2
+    assert engine.counts.resent == 1
