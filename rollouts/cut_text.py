@@ -20,7 +20,8 @@ _FLAG_LETTERS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 
 
 def cut_text(head: str, tail: str, unseen: int, max_tokens: int, count: Callable[[str], int]) -> str:
-    """The text with at most `max_tokens` tokens. It is `head`, `unseen` characters, `tail`; or `head` alone."""
+    """The text with at most `max_tokens` tokens. It is `head`, `unseen` characters, `tail`; or `head` alone where
+    none is unseen."""
     window = CHARS_A_TOKEN * max_tokens
     if not unseen and _MOST_TOKENS_A_BYTE * len(head.encode()) <= max_tokens:
         return head
@@ -30,7 +31,7 @@ def cut_text(head: str, tail: str, unseen: int, max_tokens: int, count: Callable
             return head
         first, last = head, head
     else:
-        first, last = head[:window], (tail or head)[-window:]
+        first, last = head[:window], (tail if unseen else head)[-window:]
         density = (count(first) + count(last)) / max(1, len(first) + len(last))
         total, about = round(density * (len(head) + unseen + len(tail))), "about "
 

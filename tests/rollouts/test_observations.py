@@ -340,3 +340,12 @@ def test_without_a_tokenizer_only_what_fits_no_context_is_cut() -> None:
     text = observe("a" * 300_000)
     assert text == "a" * 100_000 + "\n[… 100000 characters left out …]\n" + "a" * 100_000
     assert observe("a" * 200_000) == "a" * 200_000
+
+
+@pytest.mark.parametrize(("head", "tail"), [("a", "\x1b[0m"), ("\x00", "b"), ("\x00", "\x1b[0m")])
+def test_an_end_of_which_nothing_is_seen_is_not_the_middle_b19(head: str, tail: str) -> None:
+    """What is looked at of a long text, 100,000 characters at each end, may be nothing once it is clean."""
+    text = head * 100_000 + "c" * 100_000 + tail * 100_000
+    cut = observe(text, max_tokens=64, encode=Letters().encode_text)
+    front, back = re.fullmatch(r"(.*)\n\[… about \d+ tokens left out …\]\n(.*)", cut, re.DOTALL).groups()  # type: ignore[union-attr]
+    assert (set(front), set(back)) == (set(head) & {"a"}, set(tail) & {"b"})
