@@ -83,7 +83,8 @@ def count_tokens(trajectories: Iterable[Trajectory]) -> TokenCount:
     """All calls of some trajectories, and their streams."""
     count = TokenCount()
     for trajectory in trajectories:
-        count += count_turns(trajectory.turns)
+        unfinished = () if trajectory.unfinished is None else (trajectory.unfinished,)
+        count += count_turns((*trajectory.turns, *unfinished))
         count += TokenCount(trained_over=sum(len(stream) for stream in trajectory.streams))
     return count
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from data.types import Completion, SamplingParams, Segment, TokenStream
-from envs.types import Message, Task
+from envs.types import Task
 from rollouts.accounting import common_prefix, cost_usd, count_turns
 from rollouts.config import PricesConfig
 from rollouts.engine import Engine, EngineInFront
-from rollouts.types import StopReason, Trajectory, TrajectoryGroup, Turn, trajectory_name
+from rollouts.types import StopReason, Trajectory, TrajectoryGroup, Turn, asked_turn, trajectory_name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,18 +67,9 @@ class Attempt:
         return bool(self.turns)
 
     def ask(self, prompt_ids: Sequence[int]) -> None:
-        """A prompt goes to the engine: it costs what it costs, whatever becomes of its answer."""
-        turn = Turn(
-            index=len(self.turns),
-            message=Message(role="assistant", content=""),
-            tool_results=(),
-            generate_s=0.0,
-            env_s=0.0,
-            prompt_tokens=len(prompt_ids),
-            repeated_prompt_tokens=common_prefix(self.context, prompt_ids),
-            cached_prompt_tokens=0,  # unknown would hide what the engine says of all other calls
-        )
-        self.turns.append(turn)
+        """A prompt goes to the engine."""
+        repeated = common_prefix(self.context, prompt_ids)
+        self.turns.append(asked_turn(len(self.turns), prompt_tokens=len(prompt_ids), repeated=repeated))
         self.context = prompt_ids
 
     def answer(self, completion: Completion) -> None:

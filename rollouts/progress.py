@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from data.tool_formats.base import CallError, ParsedTurn
 from data.types import Completion, Segment, TokenStream
 from envs.types import Message, ToolCall
-from rollouts.accounting import TokenCount, common_prefix, count_turns
+from rollouts.accounting import TokenCount, common_prefix
 from rollouts.tool_call import CallOutcome
-from rollouts.types import Turn
+from rollouts.types import Turn, asked_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """`messages` is the conversation as it is graded; `count` what the calls of the model came to."""
+    """`messages` is the conversation as it is graded; `count` what the calls of the model came to, `unfinished` the one
+    that has become no turn."""
 
     trajectory_id: str
     opening: list[Message] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Progress:
     streams: list[TokenStream] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     count: TokenCount = field(default_factory=TokenCount)
+    unfinished: Turn | None = None
     forged: int = 0
     _asked: Prompt | None = None
 
@@ -59,12 +61,18 @@ class Progress:
         """The prompt goes to the engine. It is in no stream before the answer is there: a trainer has no use for what
         nothing follows."""
         self._asked = prompt
+        self.count += prompt.count
+        self.unfinished = asked_turn(len(self.turns), prompt_tokens=len(prompt.token_ids), repeated=prompt.repeated)
 
     def add_sampled(self, completion: Completion) -> None:
         """What was sampled is on record at once, whatever comes of it, as it is in the ledger; and so is what was asked
         before."""
-        prompt = self._asked
+        prompt, asked = self._asked, self.unfinished
         assert prompt is not None
+        assert asked is not None
+        cached, sampled = completion.cached_prompt_tokens, len(completion.token_ids)
+        self.count += TokenCount(output=sampled, engine_cached=cached)
+        self.unfinished = replace(asked, cached_prompt_tokens=cached, sampled_tokens=sampled)
         if prompt.new_stream:
             self.streams.append(TokenStream())
         for segment in (*prompt.segments, Segment.sampled(completion)):
@@ -88,7 +96,7 @@ class Progress:
             invalid_calls=sum(isinstance(call, CallError) for call in parsed.calls),
         )
         self.turns.append(turn)
-        self.count += count_turns([turn])
+        self.unfinished = None
 
     def add_answer(self) -> None:
         """The last turn is a final answer."""

@@ -33,7 +33,7 @@ from rollouts.limits import Streaks, allowance
 from rollouts.observations import observe
 from rollouts.progress import Progress, Prompt
 from rollouts.reward import Reward, read_reward
-from rollouts.tool_call import ToolTerms, call_tools, is_cancelled, is_interruption
+from rollouts.tool_call import ToolTerms, call_tools, is_cancelled, pass_on_interruption
 from rollouts.types import StopReason, Trajectory, trajectory_name
 
 Result = TypeVar("Result")
@@ -97,8 +97,8 @@ class Runner:
                 try:
                     async with clock:
                         stop_reason = await self._converse(progress, session)
-                except TimeoutError:
-                    if not clock.expired():  # somebody else's time-out: a failure like any other
+                except (TimeoutError, SandboxError):  # a sandbox may answer the clock with an error
+                    if is_cancelled() or not clock.expired():  # somebody else's: a failure like any other
                         raise
                     if not progress.turns:  # it only ever waited for its turn
                         raise EngineError(_NO_TURN.format(self.limits.wall_clock_s)) from None
@@ -110,17 +110,9 @@ class Runner:
                 reward = read_reward(grade, turns=len(progress.turns))
             except ValueError as failure:
                 error = str(failure)
-        except SandboxError as failure:
-            stop_reason, error = StopReason.SANDBOX_ERROR, str(failure)
-        except EngineError as failure:
-            if is_cancelled():  # from outside: an engine may answer a cancellation with what kept it waiting
-                raise asyncio.CancelledError from failure
-            stop_reason, error, is_fault = StopReason.ENGINE_ERROR, str(failure), isinstance(failure, EngineFault)
         except BaseException as failure:
-            if is_interruption(failure):
-                raise
-            # A fault of ours or of the environment's code: it says nothing about the policy.
-            stop_reason, error, is_fault = StopReason.SANDBOX_ERROR, traceback.format_exc(), True
+            pass_on_interruption(failure)  # engine, sandbox and environment may answer a cancellation with an error
+            stop_reason, error, is_fault = _what_failed(failure)
         return Trajectory(
             trajectory_id=progress.trajectory_id,
             task_id=task.task_id,
@@ -138,6 +130,7 @@ class Runner:
             is_fault=is_fault,
             opening=tuple(progress.opening),
             tools=tuple(self.env.tools),
+            unfinished=progress.unfinished,
             cost_usd=cost_usd(progress.count, self.prices),
             attempt=attempt,
         )
@@ -272,6 +265,17 @@ class Runner:
             backoff_s=self.limits.retry_backoff_s,
             observe=partial(observe, max_tokens=self._observation_tokens, encode=self.renderer.encode_text),
         )
+
+
+def _what_failed(failure: BaseException) -> tuple[StopReason, str, bool]:
+    """Why the trajectory is lost, what a person reads of it, and whether it is a fault that would come again. None of
+    it says anything about the policy."""
+    if isinstance(failure, SandboxError):
+        return StopReason.SANDBOX_ERROR, str(failure), False
+    if isinstance(failure, EngineError):
+        return StopReason.ENGINE_ERROR, str(failure), isinstance(failure, EngineFault)
+    # Of ours or of the environment's code.
+    return StopReason.SANDBOX_ERROR, "".join(traceback.format_exception(failure)), True
 
 
 def _spec_text(tool: ToolSpec) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -73,12 +74,16 @@ async def call_tools(
     """
     if len(calls) == 1:
         return [await _call(session, calls[0], terms)]
+    # A TaskGroup would leave this task cancelled, as it were, when one of them fails (up to Python 3.12).
+    running = [asyncio.create_task(_call(session, call, terms)) for call in calls]
     try:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(_call(session, call, terms)) for call in calls]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        while not all(task.done() for task in running):
+            with suppress(asyncio.CancelledError):  # again: whoever asks `is_cancelled` sees it
+                await asyncio.wait(running)
 
 
 async def _call(session: Session, call: ToolCall | CallError, terms: ToolTerms) -> CallOutcome:
@@ -114,8 +119,7 @@ async def call_tool(session: Session, call: ToolCall, terms: ToolTerms) -> CallO
         except SandboxError:
             raise
         except BaseException as error:
-            if is_interruption(error):
-                raise
+            pass_on_interruption(error)
             result, failure = _failed(call, error, terms.observe), traceback.format_exc()
         break
     late = result is None
@@ -139,10 +143,11 @@ async def _try(
     try:
         async with clock:
             returned = await held.watch(_checked(session, session.call(call), Coroutine, "be an async function"))
-    except TimeoutError:
+    except BaseException as error:
+        pass_on_interruption(error)
         if not clock.expired():  # the tool's own: a failure like any other
             raise
-        return None
+        return None  # whatever it made of its deadline
     if clock.expired():  # the tool swallowed it, and gave a result after all
         return None
     result = _checked(session, returned, ToolResult, "return a ToolResult")
@@ -219,12 +224,20 @@ class _Watched:
                 error = interruption
 
 
-def is_interruption(error: BaseException) -> bool:
-    """Whether `error` is meant for the whole run, not the failure of what ran: a tool may raise anything, `SystemExit`
-    and what test libraries derive from `BaseException` too."""
-    if isinstance(error, asyncio.CancelledError):
-        return is_cancelled()
-    return isinstance(error, KeyboardInterrupt | GeneratorExit)
+def pass_on_interruption(error: BaseException) -> None:
+    """See that what is meant for the whole run does not end as the failure of what ran when it came. A tool may raise
+    anything, `SystemExit` and `GeneratorExit` too, and so may a sandbox that is told to stop.
+
+    Raises:
+        KeyboardInterrupt: `error` is one.
+        CancelledError: somebody cancelled this task, however what ran answered that.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if is_cancelled():
+        if isinstance(error, asyncio.CancelledError):
+            raise error
+        raise asyncio.CancelledError from error
 
 
 def is_cancelled() -> bool:

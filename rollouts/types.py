@@ -91,6 +91,20 @@ class Turn:
     loop_held_s: float = 0.0
 
 
+def asked_turn(index: int, *, prompt_tokens: int, repeated: int) -> Turn:
+    """A turn of which only the prompt is known yet. That costs what it costs, whatever becomes of the answer."""
+    return Turn(
+        index=index,
+        message=Message(role="assistant", content=""),
+        tool_results=(),
+        generate_s=0.0,
+        env_s=0.0,
+        prompt_tokens=prompt_tokens,
+        repeated_prompt_tokens=repeated,
+        cached_prompt_tokens=0,  # unknown would hide what the engine says of all other calls
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt at one task.
@@ -101,8 +115,9 @@ class Trajectory:
     there, `is_fault` that it is of somebody's code or configuration: it would come again. `forged` counts the control
     tokens that prompt and tool results spell; they stayed text. `relaxed` is what the task's sandbox was less strict in
     than the defaults, in words. `opening` and `tools` are what the model was given: with them and the completions the
-    streams can be made again. `cost_usd` is by the run's prices. `attempt` counts the earlier tries that our machinery
-    lost.
+    streams can be made again. `unfinished` is the last call of the model where no turn came of it: it was cut off,
+    failed, or could not be read; it is paid for all the same. `cost_usd` is by the run's prices. `attempt` counts the
+    earlier tries that our machinery lost.
     """
 
     trajectory_id: str
@@ -121,6 +136,7 @@ class Trajectory:
     is_fault: bool = False
     opening: tuple[Message, ...] = ()
     tools: tuple[ToolSpec, ...] = ()
+    unfinished: Turn | None = None
     cost_usd: float = 0.0
     attempt: int = 0
 

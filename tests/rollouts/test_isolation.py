@@ -14,7 +14,8 @@ import pytest
 from data.ledger import Ledger
 from data.tool_formats.base import ParsedTurn
 from data.types import Source
-from envs.sandbox.base import Sandbox
+from envs.base import TransientToolError
+from envs.sandbox.base import Sandbox, SandboxError
 from envs.types import Task, ToolCall, ToolResult
 from rollouts.engine import EngineError, RecordingEngine
 from rollouts.engine_scripted import ScriptedEngine
@@ -68,6 +69,74 @@ def test_a_tool_that_swallows_its_deadline_gave_no_result() -> None:
     assert trajectory.stop_reason is StopReason.FINAL_ANSWER
 
 
+async def torn_down() -> str:
+    """A sandbox is told to stop, and says that it has failed."""
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError as cancelled:
+        raise SandboxError("the connection is closed") from cancelled
+    return "never"
+
+
+async def try_later() -> str:
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError as cancelled:
+        raise TransientToolError("busy") from cancelled
+    return "never"
+
+
+@pytest.mark.parametrize("work", [torn_down, try_later])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_a_tool_answers_to_the_clock_is_no_failure(work: Callable[[], Awaitable[str]], calls: int) -> None:
+    asked = say("", *[("echo", "a")] * calls)
+    trajectory = attempt(ScriptedEngine([asked]), env=_Tool(work), wall_clock_s=2.0, tool_timeout_s=30.0)
+    assert (trajectory.stop_reason, trajectory.reward, trajectory.error) == (StopReason.WALL_CLOCK, 0.0, None)
+    trajectory = attempt(ScriptedEngine([asked, say("ok")]), env=_Tool(work), tool_timeout_s=0.2, tool_retries=0)
+    assert [o.content for o in observations(trajectory)] == ["error: echo gave no result within 0.2 s"] * calls
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.FINAL_ANSWER, 1.0)
+
+
+@pytest.mark.parametrize("work", [stubborn, torn_down, try_later])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_a_tool_answers_to_a_cancellation_from_outside_does_not_hold_it_up(
+    work: Callable[[], Awaitable[str]], calls: int
+) -> None:
+    engine = ScriptedEngine([say("", *[("echo", "a")] * calls), say("ok")])
+
+    async def run(sandboxes: Any) -> None:
+        runner = make_runner(engine, sandboxes, env=_Tool(work), tool_timeout_s=30.0)
+        running = asyncio.create_task(runner.run(TASK, group_id="g", sibling_index=0))
+        await asyncio.sleep(0.5)
+        running.cancel()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        in_sandboxes(run)
+    assert len(engine.prompts) <= 1
+
+
+@pytest.mark.parametrize("failure", [SandboxError("the daemon is gone"), OSError("the daemon is gone")])
+def test_a_sandbox_that_cannot_be_closed_does_not_hold_a_cancellation_up(failure: Exception) -> None:
+    class Broken:
+        async def close(self) -> None:
+            raise failure
+
+    class Factory:
+        async def start(self, spec: object) -> Broken:
+            return Broken()
+
+    async def run() -> None:
+        runner = make_runner(ScriptedEngine([say("ok")], delay_s=60.0), Factory())  # type: ignore[arg-type]
+        running = asyncio.create_task(runner.run(TASK, group_id="g", sibling_index=0))
+        await asyncio.sleep(0.2)
+        running.cancel()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+
+
 class _Verdict(BaseException):
     """What test libraries raise so that nobody catches it."""
 
@@ -76,10 +145,19 @@ async def judge() -> str:
     raise _Verdict("failed")
 
 
-def test_whatever_a_tool_raises_stays_with_its_trajectory() -> None:
-    trajectory = attempt(ScriptedEngine([say("", ("echo", "a")), say("ok")]), env=_Tool(judge))
+async def generator_ended() -> str:
+    raise GeneratorExit("failed")
+
+
+@pytest.mark.parametrize(("work", "name"), [(judge, "_Verdict"), (generator_ended, "GeneratorExit")])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_whatever_a_tool_raises_stays_with_its_trajectory(
+    work: Callable[[], Awaitable[str]], name: str, calls: int
+) -> None:
+    asked = say("", *[("echo", "a")] * calls)
+    trajectory = attempt(ScriptedEngine([asked, say("ok")]), env=_Tool(work))
     assert trajectory.stop_reason is StopReason.FINAL_ANSWER
-    assert observations(trajectory)[0].content == "error: echo failed: _Verdict: failed"
+    assert [o.content for o in observations(trajectory)] == [f"error: echo failed: {name}: failed"] * calls
 
 
 async def long_story() -> str:
@@ -109,7 +187,7 @@ def test_a_turn_that_cannot_be_read_keeps_its_tokens_on_record() -> None:
     engine = RecordingEngine(ScriptedEngine([say("ok")]), ledger)
 
     async def run(sandboxes: Any) -> Trajectory:
-        runner = make_runner(engine, sandboxes, renderer=_BadReader())
+        runner = make_runner(engine, sandboxes, renderer=_BadReader())  # type: ignore[arg-type]
         return await runner.run(TASK, group_id="g", sibling_index=0)
 
     trajectory = in_sandboxes(run)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from rollouts.accounting import TokenCount, cost_usd, count_turns
+from data.tool_formats.base import ParsedTurn
+from data.types import Completion, SamplingParams
+from rollouts.accounting import TokenCount, cost_usd, count_tokens, count_turns
 from rollouts.config import PricesConfig, ScheduleConfig
-from rollouts.engine import Engine
+from rollouts.engine import Engine, EngineError
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.runner import Runner
 from rollouts.scheduler import Scheduler
@@ -16,20 +20,20 @@ from rollouts.summary import summarise
 from rollouts.tally import Tally
 from rollouts.types import StopReason, Trajectory, TrajectoryGroup
 from scripts.open_rollouts import roll_out
-from tests.rollouts.desk import attempt, make_runner, say
+from tests.rollouts.desk import RENDERER, TASK, attempt, make_runner, say
 from tests.rollouts.virtual_clock import run_virtual
 from tests.rollouts.workshop import CountedSandboxes, Workshop, WorkshopEngine
 
 PRICES = PricesConfig(input=300.0, cached_input=30.0, output=1500.0)
 
 
-def paid_runner(engine: Engine, *, max_turns: int = 8) -> Runner:
+def paid_runner(engine: Engine, *, max_turns: int = 8, wall_clock_s: float = 1e4) -> Runner:
     return make_runner(
         engine,
         CountedSandboxes(),
         env=Workshop(),
         prices=PRICES,
-        wall_clock_s=1e4,
+        wall_clock_s=wall_clock_s,
         tool_timeout_s=1e4,
         max_turns=max_turns,
     )
@@ -75,6 +79,56 @@ def test_a_prompt_without_an_answer_is_paid_for() -> None:
     count = count_turns(trajectory.turns)
     assert (count.calls, count.input, count.fresh, count.output) == (2, first + second, second, sampled)
     assert trajectory.cost_usd == cost_usd(TokenCount(input=first + second, fresh=second, output=sampled), PRICES)
+
+
+class FailingEngine(ScriptedEngine):
+    """Fails the second call, once it was asked."""
+
+    async def generate(self, completion_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        completion = await super().generate(completion_id, prompt_ids, params)
+        if len(self.prompts) == 2:
+            raise EngineError("the server is gone")
+        return completion
+
+
+@pytest.mark.parametrize(
+    ("kind", "wall_clock_s", "ended"),
+    [(ScriptedEngine, 3.5, StopReason.WALL_CLOCK), (FailingEngine, 1e4, StopReason.ENGINE_ERROR)],
+)
+def test_a_call_without_an_answer_is_paid_for_however_it_ended(
+    kind: type[ScriptedEngine], wall_clock_s: float, ended: StopReason
+) -> None:
+    """The second one; it is no turn all the same."""
+    engine = kind(lambda prompt: say("", ("work", "2")), delay_s=1.0)
+    task = Workshop().tasks("train", 1, 0)[0]
+    runner = paid_runner(engine, wall_clock_s=wall_clock_s)
+    trajectory = run_virtual(runner.run(task, group_id="p/a", sibling_index=0))
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (ended, 1)
+    first, second = map(len, engine.prompts)
+    sampled = len(say("", ("work", "2")))
+    count = count_tokens([trajectory])
+    assert (count.calls, count.input, count.fresh, count.output) == (2, first + second, second, sampled)
+    cost = cost_usd(TokenCount(input=first + second, fresh=second, output=sampled), PRICES)
+    tally = Tally()
+    tally.add(trajectory)
+    assert trajectory.cost_usd == tally.cost_usd == summarise([trajectory])["cost/usd"] == cost
+    assert tally.tokens == count
+
+
+def test_a_turn_that_cannot_be_read_is_paid_for() -> None:
+    class Unreadable:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(RENDERER, name)
+
+        def parse(self, token_ids: Sequence[int], **options: Any) -> ParsedTurn:
+            raise RuntimeError("a fault of the reader")
+
+    runner = make_runner(ScriptedEngine([say("ok")]), CountedSandboxes(), renderer=Unreadable(), prices=PRICES)  # type: ignore[arg-type]
+    trajectory = asyncio.run(runner.run(TASK, group_id="g", sibling_index=0))
+    assert trajectory.turns == ()
+    count = count_tokens([trajectory])
+    assert (count.calls, count.output) == (1, len(say("ok")))
+    assert trajectory.cost_usd == cost_usd(count, PRICES) > 0
 
 
 def test_what_never_began_costs_nothing() -> None:
