@@ -181,7 +181,7 @@ def test_a_file_that_says_nothing_of_its_settings_cannot_be_replayed(tmp_path: P
     assert "neither its header nor a run folder says what its trajectories were sampled with" in line
 
 
-ATTEMPTS = 12
+ATTEMPTS = 6
 """So many that none is through before it is stopped, however long this process was not looking."""
 
 
