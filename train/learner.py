@@ -101,8 +101,8 @@ class Learner:
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._accelerator.device)
         found: list[tuple[LossTerms, MicroBatch]] = []
         for number, batch in enumerate(self._mine(batches)):
-            batch = batch.to(self._accelerator.device)
-            terms = policy_loss(self._tokens(batch, None if old is None else old[number]), self._config)
+            tokens = self._tokens(batch.to(self._accelerator.device), None if old is None else old[number])
+            terms = policy_loss(tokens, self._config)
             terms.loss.backward()
             sums += terms.sums
             found.append((replace(terms, loss=terms.loss.detach()), batch))

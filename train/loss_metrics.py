@@ -121,22 +121,26 @@ def loss_metrics(sums: Sequence[float], largest: Sequence[tuple[float, str]], co
 
 def peaks(found: Sequence[tuple[LossTerms, MicroBatch]]) -> list[tuple[float, str]]:
     """For each of `MAXIMA` the largest value over this process's micro-batches, and which token it is at."""
-    best = [(0.0, "")] * len(MAXIMA)
-    for terms, batch in found:
-        for number, (value, index) in enumerate(zip(terms.maxima.tolist(), terms.where.tolist(), strict=True)):
-            if _rank((value, "")) > _rank(best[number]):
-                best[number] = (value, name_token(batch, index))
+    values = [terms.maxima.tolist() for terms, _ in found]
+    best: list[tuple[float, str]] = []
+    for number in range(len(MAXIMA)):
+        at = max(range(len(found)), key=lambda i: _rank(values[i][number]), default=None)
+        if at is None or _rank(values[at][number]) == (False, 0.0):
+            best.append((0.0, ""))
+        else:
+            terms, batch = found[at]
+            best.append((values[at][number], name_token(batch, int(terms.where[number]))))
     return best
 
 
 def worst_peaks(found: Sequence[Sequence[tuple[float, str]]]) -> list[tuple[float, str]]:
     """The `peaks` of all processes in one."""
-    return [max(column, key=_rank) for column in zip(*found, strict=True)]
+    return [max(column, key=lambda peak: _rank(peak[0])) for column in zip(*found, strict=True)]
 
 
-def _rank(peak: tuple[float, str]) -> tuple[bool, float]:
+def _rank(value: float) -> tuple[bool, float]:
     """NaN is worse than any number."""
-    return math.isnan(peak[0]), peak[0]
+    return (True, 0.0) if math.isnan(value) else (False, value)
 
 
 def mean_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
