@@ -7,9 +7,9 @@
 
 Later models leave the line breaks out. A text stands as it is, anything else as JSON; `values.typed` says which type a
 value has. Nothing is escaped, so a value ends at the first `</arg_value>` behind which the structure goes on, and all
-between its tags belongs to it. A text cannot hold what would be structure in its own place: `</arg_value>` before
-another tag, or a key and the beginning of its value. A name is one line without `<` and `{`: tags and JSON in its place
-are calls of other formats. A key is one line without `<`.
+between its tags belongs to it. A text that holds another tag of arguments than its own end is refused: it may have
+swallowed the next argument. A name is one line without `<` and `{`: tags and JSON in its place are calls of other
+formats. A key is one line without `<`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _OPENER = re.compile(_OPEN)
 _NAME = re.compile(r"\s*([^<{\n]*[^<{\s])\s*")
 _PAIR = re.compile(rf"{_KEY}([^<\n]*)</arg_key>\s*{_VALUE}")
 _STRUCTURAL_END = re.compile(rf"{_END}(?=\s*(?:{_KEY}|{_CLOSE}))")
+_TAG = re.compile(r"</?arg_key\b|<arg_value\b")
 _JSON = {"array", "object", "null"}
 # What stands outside values. A call that begins in one is quoted; one that ends there shows that it was never closed.
 _OUTSIDE = re.compile(
@@ -89,6 +90,8 @@ def _read_argument(text: str, start: int, tool: ToolSpec | None) -> tuple[str, s
     inside = value_end(text, begin) if types and types <= _JSON else begin
     end = _STRUCTURAL_END.search(text, inside)
     following = _PAIR.search(text, inside, end.start()) if end else None
+    if end and (inner := _TAG.search(text, inside, end.start())) and not following:
+        raise Malformed(f"the value of {shown(key)} holds {shown(inner[0])}; write it in other words", end.end())
     if end and not following:
         return key, text[begin : end.start()], end.end()
     opener = _OPENER.search(text, inside, following.start() if following else len(text))

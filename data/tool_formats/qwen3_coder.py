@@ -11,7 +11,8 @@
 Values are plain text; `values.typed` says which type they have. Nothing in them is escaped, so a value ends at the
 first `</parameter>` behind which the structure goes on, and one line break at either end belongs to the tags. A text
 cannot hold what would be structure in its own place: `</parameter>` before another tag, or a line that begins with
-`<parameter=`. The function's tags may stand alone, and several in one `<tool_call>`.
+`<parameter=`; nor `</parameter>` before a line with any tag, unless it opened that itself: it may have swallowed the
+next parameter. The function's tags may stand alone, and several in one `<tool_call>`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _OUTSIDE = re.compile(
     rf"{_STRUCTURAL_END.pattern})|{_MARKER}",
     re.DOTALL,
 )
+_INNER = re.compile(rf"<parameter\b|(?P<end>{_END})(?P<goes_on>(?=\s*\n\s*</?\w))?")
 _NEVER_CLOSED = re.compile(rf"\n[ \t]*<parameter=|{_FUNCTION_END}\s*{_CLOSE}")
 
 
@@ -114,12 +116,25 @@ def _read_parameter(text: str, start: int, tool: ToolSpec | None) -> tuple[str, 
         # The value quotes a call. Where it ends cannot be told, and nothing that it quotes may run.
         reason = f"the value of {shown(name)} holds a tool call; write it in other words"
         raise Malformed(reason, max(quoted.end(), text.rfind(_CLOSE)))
+    if end and not unclosed and _has_end(text, inside, end.start()):
+        reason = f"the value of {shown(name)} holds {_END} before another tag; write it in other words"
+        raise Malformed(reason, end.end())
     if end and not unclosed:
         return name, text[begin : end.start()].removeprefix("\n").removesuffix("\n"), end.end()
     close = text.find(_END, inside)
     if end or close < 0:
         raise Malformed(f"{_END} must follow the value of {shown(name)}", inside, at_end=not end)
     raise Malformed(f"{_FUNCTION_END} must follow the parameters", close + len(_END), at_end=True)
+
+
+def _has_end(text: str, start: int, end: int) -> bool:
+    """Whether a value goes on behind its end: a tag that it did not open itself, before a line with another."""
+    opened = 0
+    for found in _INNER.finditer(text, start, end):
+        if found["end"] and found["goes_on"] is not None and not opened:
+            return True
+        opened = max(0, opened - 1) if found["end"] else opened + 1
+    return False
 
 
 def _tags(tools: Sequence[ToolSpec]) -> dict[str, Any]:

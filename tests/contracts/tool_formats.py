@@ -238,9 +238,9 @@ def conversations(draw: st.DrawFn, max_calls: int = 3) -> tuple[list[ToolSpec], 
 
 
 _XML = re.compile(
-    r"</parameter>\s*(<parameter=|</function>|</tool_call>)|(^|\n)\s*<parameter=|</function>\s*</tool_call>"
+    r"</parameter>\s*\n\s*<|</parameter>\s*(<parameter=|</function>|</tool_call>)|(^|\n)\s*<parameter=|</function>\s*</tool_call>"
 )
-_GLM = re.compile(r"</arg_value>\s*(<arg_key>|</tool_call>)|<arg_key>[^<\n]*</arg_key>\s*<arg_value>")
+_GLM = re.compile(r"</arg_value>\s*(<arg_key>|</tool_call>)|</?arg_key\b|<arg_value\b")
 _GEMMA_KEY = re.compile(r"[\w.\\-]([\w.\\ -]*[\w.\\-])?")
 
 

@@ -191,3 +191,20 @@ def test_what_the_template_writes_is_read_b01(
     ids = renderer(template).turn_ids(Message(role="assistant", content="", thinking=thinking, tool_calls=asked))
     turn = renderer(template).parse(ids, call_id_prefix="c", tools=tools)
     assert turn == ParsedTurn(content="", calls=asked, thinking=thinking)
+
+
+@pytest.mark.parametrize(
+    "following",
+    [
+        "<arg_name>n</arg_name>\n<arg_value>5</arg_value>",
+        '<arg_key name="n">\n<arg_value>5</arg_value>',
+        "n</arg_key>\n<arg_value>5</arg_value>",
+        "<arg_key>n\n<arg_value>5</arg_value>",
+    ],
+)
+def test_a_value_that_swallowed_the_next_argument_is_an_error_b03(following: str) -> None:
+    tool = spec(query={"type": "string"}, n={"type": "integer"})
+    text = f"<tool_call>f\n<arg_key>query</arg_key>\n<arg_value>a</arg_value>\n{following}\n</tool_call>"
+    error, other = parse(f"{text}\n{GOOD}", tool).calls
+    assert isinstance(error, CallError)
+    assert isinstance(other, ToolCall)

@@ -216,3 +216,28 @@ def test_a_parameter_that_was_not_closed_leaves_the_next_call_alone() -> None:
     )
     turn = tool_format("qwen3_coder").parse(text, call_id_prefix="c", finish_reason="stop")
     assert [type(call).__name__ for call in turn.calls] == ["CallError", "ToolCall"]
+
+
+@pytest.mark.parametrize(
+    "following",
+    [
+        '<parameter name="n">\n5\n</parameter>',
+        "<param=n>\n5\n</parameter>",
+        "<n>\n5\n</parameter>",
+        "<parameter>n</parameter>",
+    ],
+)
+@pytest.mark.parametrize("value", ["\na\n", "a"])
+def test_a_value_that_swallowed_the_next_parameter_is_an_error_b03(value: str, following: str) -> None:
+    tool = spec(query={"type": "string"}, n={"type": "integer"})
+    text = f"<tool_call>\n<function=f>\n<parameter=query>{value}</parameter>\n{following}\n</function>\n</tool_call>"
+    good = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+    error, other = parse(f"{text}\n{good}", tool).calls
+    assert isinstance(error, CallError)
+    assert isinstance(other, ToolCall)
+
+
+def test_a_value_may_hold_markup_with_parameters_of_its_own() -> None:
+    written = '<job>\n<parameter name="a">1</parameter>\n<parameter name="b">\n2\n</parameter>\n</job>'
+    text = f"<tool_call>\n<function=f>\n<parameter=zip>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    assert only(text, spec(zip={"type": "string"})).arguments == {"zip": written}
