@@ -13,15 +13,16 @@ from __future__ import annotations
 import re
 
 FENCE = (
-    r"(?P<inline>```+[^\n`{]*```+)"
+    r"(?P<inline>```+[^\n`{]*```+|(?<!`)`(?!`)[^`\n]+`(?!`))"
     r"|(?P<fence>```+|^[ \t]*~~~+)(?P<blank>[ \t]*)(?P<label>[\w+#.-]*)(?:\s*(?=\{)|[^\n`{]*\n)"
 )
 """Inline code, or the line that opens a block, up to the object where it begins with one. It wants `re.MULTILINE`."""
+NOT_QUOTED = r"""(?<![ \t(=]["'])"""
+"""No quotation mark of a sentence stands before."""
 _MAY_BE_CALL = re.compile(r"(?:json|tool)[\w.-]*", re.IGNORECASE)
 _DATA = re.compile(r"""(?:\s|(?://|#)[^\n]*\n)*(?:\{\s*["'}]|\[\s*\{)""")
 _DATA_LINE = re.compile(r"""^[ \t]*(?:\[\s*)?\{\s*["']""", re.MULTILINE)
 
-_INLINE = re.compile(r"(?<!`)`(?!`)[^`\n]+`(?!`)")
 _FENCE = re.compile(FENCE, re.MULTILINE)
 
 
@@ -29,14 +30,14 @@ def without_code(text: str) -> str:
     """A text without what its code only quotes: blocks that show code, and inline code.
 
     >>> without_code("Write `</call>` so:\\n```xml\\n<call/>\\n```\\nDone.")
-    'Write `` so:\\n\\nDone.'
+    'Write `` so:\\n``\\nDone.'
     """
     kept, place = list[str](), 0
     while found := _FENCE.search(text, place):
         end = code_end(text, found, was_cut=False)
-        kept.append(text[place : found.start() if end else found.end()])
+        kept += (text[place : found.start()], "``") if end else (text[place : found.end()],)
         place = end or found.end()
-    return _INLINE.sub("``", "".join((*kept, text[place:])))
+    return "".join((*kept, text[place:]))
 
 
 def code_end(text: str, found: re.Match[str], *, was_cut: bool) -> int | None:
@@ -50,9 +51,14 @@ def code_end(text: str, found: re.Match[str], *, was_cut: bool) -> int | None:
     start, label = found.end(), found["label"]
     if not label or found["blank"] or _MAY_BE_CALL.fullmatch(label) or _DATA.match(text, start):
         return None
-    closed = _closed(text, found["fence"].strip(), start)
+    closed = block_end(text, found)
     data = None if closed or was_cut else _DATA_LINE.search(text, start)
     return closed or (data.start() if data else len(text))
+
+
+def block_end(text: str, found: re.Match[str]) -> int | None:
+    """The place behind the mark that closes the block which a match of `FENCE` opens; None where none does."""
+    return _closed(text, found["fence"].strip(), found.end())
 
 
 def _closed(text: str, mark: str, start: int) -> int | None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from data.tool_formats.asked import asked_for, asked_for_in, describes_tool
-from data.tool_formats.fences import FENCE, code_end
+from data.tool_formats.fences import FENCE, NOT_QUOTED, code_end
 from data.tool_formats.json_calls import as_call, json_end, read_json
 from data.tool_formats.turn import (
     Block,
@@ -36,7 +36,7 @@ _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
 _ENVELOPE = {"name", "id", "call_id", "type", *_KEYS}
 _HEAD = re.compile(r'\{\s*"name"\s*:')
-_OBJECT = r'\{(?=\s*["}])'
+_OBJECT = rf'{NOT_QUOTED}\{{(?=\s*["}}])'
 _IS_OBJECT = re.compile(_OBJECT)
 _NEXT = re.compile(f"{_HEAD.pattern}|{re.escape(_TAG)}")
 _OPENER = re.compile(rf"{FENCE}|(?P<tag>{re.escape(_TAG)})|{_OBJECT}", re.MULTILINE)

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from data.tool_formats.asked import ARGUMENT_KEYS, NAME_KEYS, asked_for, asked_for_in, describes_tool
-from data.tool_formats.fences import FENCE, code_end, without_code
+from data.tool_formats.fences import FENCE, NOT_QUOTED, code_end, without_code
 from data.tool_formats.json_calls import json_end, read_json
 from data.tool_formats.parts import Malformed
 from data.tool_formats.python_calls import bracket_end, read_arguments, statement_end
@@ -27,7 +27,7 @@ from envs.types import ToolSpec
 _MAX_TRIES = 32
 """Places at which brackets are tried: where none of them closes, each try reads the rest of the turn."""
 _WRAPPERS = ("function", "function_call", "tool_call", "tool_calls", "tool_uses")
-_VALUE = re.compile(rf"""{FENCE}|\{{(?=\s*(?:["'}}]|\w+\s*:))|\[(?=\s*\{{)""", re.MULTILINE)
+_VALUE = re.compile(rf"""{FENCE}|{NOT_QUOTED}\{{(?=\s*(?:["'}}]|\w+\s*:))|\[(?=\s*\{{)""", re.MULTILINE)
 _PREFIX = r"(?:functions\.|default_api\.)?"
 
 

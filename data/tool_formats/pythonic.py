@@ -2,7 +2,8 @@
 
     [lookup(key="area of Paris"), now()]
 
-A list is a call where it begins a line or names a known tool; other brackets are prose. LFM2's `<|tool_call_start|>`
+A list is a call where it begins a line or names a known tool; other brackets are prose, and so are a part of a
+statement, inline code, and a labelled block of code that holds more than a call. LFM2's `<|tool_call_start|>`
 and Llama's `<|python_tag|>` may stand before it. A list that cannot be read ends with its line. A known tool that is
 called alone on its line, without a list, is an error.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import re
 
+from data.tool_formats.fences import FENCE, block_end
 from data.tool_formats.python_calls import bracket_end, read_arguments, statement_end
 from data.tool_formats.turn import (
     Bad,
@@ -28,8 +30,10 @@ from data.tool_formats.turn import (
 _NAME = r"[^\W\d][\w.-]*"
 _MARK = r"<\|(?:tool_call_start|python_tag)\|>"
 _OPENER = re.compile(
-    rf"(?P<mark>{_MARK}(?:\s*\[)?)|\[(?=\s*(?P<listed>{_NAME})\s*\()|^ {{0,3}}(?P<bare>{_NAME})\(", re.MULTILINE
+    rf"{FENCE}|(?P<mark>{_MARK}(?:\s*\[)?)|\[(?=\s*(?P<listed>{_NAME})\s*\()|^ {{0,3}}(?P<bare>{_NAME})\(", re.MULTILINE
 )
+_IN_CODE = re.compile(r"""[=(,\[{"'][ \t]*\Z""")
+_ALONE = re.compile(rf"\[(?=\s*{_NAME}\s*\()|{_NAME}\(")
 _NEXT = re.compile(rf"{_MARK}|^[ \t]*\[\s*{_NAME}\s*\(", re.MULTILINE)
 _CALL = re.compile(rf"({_NAME})\s*\(")
 _MAYBE_CALL = re.compile(rf"(?:{_NAME}\s*)?\Z")
@@ -41,6 +45,8 @@ _END_MARK = re.compile(r"\s*<\|tool_call_end\|>")
 
 def _read(reading: Reading, found: re.Match[str]) -> Block:
     text, calls = reading.text, list[Call | Bad]()
+    if found["inline"] or found["fence"]:
+        return Block((), _behind_code(reading, found), is_prose=True)
     if not _begins_call(reading, found):
         return Block((), found.end(), is_prose=True)
     try:
@@ -53,11 +59,33 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
     return Block(tuple(calls), end_mark.end() if end_mark else end)
 
 
+def _behind_code(reading: Reading, found: re.Match[str]) -> int:
+    """The place behind inline code, or a labelled block that shows code; else the place where calls are looked for."""
+    text = reading.text
+    if found["inline"]:
+        return found.end()
+    if found["blank"] or not found["label"]:
+        return found.end("fence")
+    end = block_end(text, found)
+    if end is None:
+        return len(text) if reading.was_cut else found.end("label")
+    start = _behind_blanks(text, found.end())
+    opening = _ALONE.match(text, start)
+    try:
+        alone = opening is not None and skip_blank(text, bracket_end(text, opening.end() - 1))
+    except Malformed:
+        return found.end("label")  # it is told what is wrong with it
+    return found.end("label") if alone and text.startswith(found["fence"].strip(), alone) else end
+
+
 def _begins_call(reading: Reading, found: re.Match[str]) -> bool:
-    if found["mark"] or any(tool.name in (found["listed"], found["bare"]) for tool in reading.tools):
+    if found["mark"]:
         return True
     line = reading.text.rfind("\n", 0, found.start()) + 1
-    return bool(found["listed"]) and skip_blank(reading.text, line) >= found.start()
+    if found["listed"] and skip_blank(reading.text, line) >= found.start():
+        return True
+    is_known = any(tool.name in (found["listed"], found["bare"]) for tool in reading.tools)
+    return is_known and not _IN_CODE.search(reading.text, line, found.start())
 
 
 def _without_list(text: str, found: re.Match[str]) -> Block:

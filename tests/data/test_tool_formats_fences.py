@@ -64,6 +64,10 @@ def test_a_call_is_seen_whatever_fence_it_stands_in_or_behind_b11_b03(text: str)
         f"~~~sh\n{QUOTED}\n~~~",
         f"```text\n$ {QUOTED}\n```",
         f"```bash\n{QUOTED}",
+        f"Send `{CALL}` to it.",
+        f"`{CALL}`",
+        f'The body was "{CALL}" at noon.',
+        f"The body ('{CALL}') was wrong.",
     ],
 )
 def test_code_that_quotes_a_call_is_prose_b11(text: str) -> None:

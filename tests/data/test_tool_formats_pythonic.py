@@ -120,3 +120,40 @@ def test_any_arguments_are_read_or_refused(text: str) -> None:
     for arguments in (text, f"x={text}", f"x={text!r}"):
         with suppress(ValueError):
             read_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'So:\n```python\nresults = [f(x="a"), f(x="b")]\nprint(results)\n```\nDone.',
+        '```python\nprint([f(x="a")])\n```',
+        '```python\n[f(x="a")]\nprint(1)\n```',
+        'So:\n~~~py\nimport f\n[f(x="a")]\n~~~',
+        'Use `[f(x="a")]` for that.',
+        '`[f(x="a")]`',
+        'results = [f(x="a")]',
+        "It said \"[f(x='a')]\" to me.",
+        "The rows are [[f(x=1)], [f(x=2)]] then.",
+    ],
+)
+def test_a_list_that_code_or_a_statement_only_shows_is_no_call_b11(text: str) -> None:
+    for name in ("pythonic", "hermes", "llama3_json"):
+        turn = tool_format(name).parse(text, call_id_prefix="c", finish_reason="stop", tools=[F])
+        assert (turn.content, turn.calls) == (text, ()), name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```python\n[f(x="a")]\n```',
+        '```tool_code\n# now\n[\n  f(x="a"),\n]\n```',
+        '```\n[f(x="a")]\n```',
+        'Sure: [f(x="a")]',
+        '```python\nprint(1)\n```\n[f(x="a")]',
+        '```bash\nls\n``` and then\n[f(x="a")]',
+        'I ran ```ls``` and `ls` first.\n[f(x="a")]',
+    ],
+)
+def test_a_list_that_is_all_of_its_block_is_a_call_b11(text: str) -> None:
+    turn = tool_format("pythonic").parse(text, call_id_prefix="c", finish_reason="stop", tools=[F])
+    assert as_pairs(turn.calls) == [("f", {"x": "a"})]
