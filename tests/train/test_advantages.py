@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,3 +147,27 @@ def test_returns_are_the_sum_of_the_definition(turn_rewards: list[float], outcom
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         GrpoConfig.model_validate(settings)
+
+
+def settings_of_the_readme() -> dict[str, dict[str, object]]:
+    """The table of algorithms, as settings by name; a cell is the column's value, in the last one `key = value`."""
+    text = (Path(__file__).parents[2] / "train" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## Settings that give an algorithm")[2].partition("##")[0]
+    header, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:1] == "|"
+    ]
+    keys = [cell.strip("`") for cell in header[1:4]]
+    return {
+        row[0].split(" (")[0]: {key: cell.strip("`") for key, cell in zip(keys, row[1:4], strict=True)}
+        | tomllib.loads("\n".join(pair for pair in row[4].split("`") if " = " in pair))
+        for row in rows
+    }
+
+
+def test_the_settings_that_the_readme_names_are_settings() -> None:
+    """Each algorithm has its own, and all are taken."""
+    settings = settings_of_the_readme()
+    assert list(settings) == ["GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE++"]
+    configs = [GrpoConfig.model_validate(values) for values in settings.values()]
+    assert len({config.model_dump_json() for config in configs}) == len(configs)
+    assert configs[2] == GrpoConfig(), "the default is DAPO"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -177,6 +178,19 @@ def test_trajectories_show_the_mask_that_the_trainer_would_make() -> None:
     assert set(totals(dead).excluded) == {Excluded.DEAD_GROUP}
     # One attempt alone has no siblings that could make its group dead.
     assert totals(trajectory_views([trajectory(0)], vocabulary(), config=GrpoConfig())).trained > 0
+
+
+def test_a_group_compared_with_the_step_is_dead_only_where_the_run_says_so() -> None:
+    """Two groups, each of equal rewards: dead for GRPO, alive for REINFORCE++."""
+    step = [trajectory(i, reward=reward, group_id=name) for i in (0, 1) for name, reward in (("a", 1.0), ("b", 0.0))]
+    assert totals(trajectory_views(step, vocabulary(), config=GrpoConfig())).trained == 0
+    batch = GrpoConfig(baseline="batch", scale_rewards="batch")
+    assert all(totals([view]).trained for view in trajectory_views(step, vocabulary(), config=batch))
+
+
+def test_what_turns_earned_is_shown() -> None:
+    one = replace(trajectory(), turn_rewards=(0.25, 0.0))
+    assert trajectory_views([one], vocabulary(), config=None)[0].facts["earned by turn"] == "0.25, 0"
 
 
 @pytest.mark.parametrize("mask_truncated", [True, False, None])

@@ -178,6 +178,8 @@ def trajectory_facts(trajectory: Trajectory) -> dict[str, str]:
         "sampling": f"{sum(turn.generate_s for turn in trajectory.turns):.1f} s",
         "tools": f"{sum(turn.env_s for turn in trajectory.turns):.1f} s",
     }
+    if trajectory.turn_rewards:
+        facts["earned by turn"] = ", ".join(f"{reward:g}" for reward in trajectory.turn_rewards)
     if trajectory.error:
         facts["error"] = trajectory.error.strip().splitlines()[-1][:300]
     return facts
