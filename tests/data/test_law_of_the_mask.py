@@ -6,6 +6,7 @@ It is stated over random groups: any mix of stop reasons, rewards, turns and str
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -103,11 +104,13 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def expected_reason(case: Case, trajectory: Trajectory) -> Excluded | None:
-    """The rule in words: no reward, then no gradient in the group, then cut by a limit of ours."""
-    known = {t.reward for t in case.group.trajectories if t.reward is not None}
+    """The rule in words: no reward, then no gradient in the group, then cut by a limit of ours. Nothing was sampled for
+    some, whose rewards are in the mean all the same."""
+    known = [t.reward for t in case.group.trajectories if t.reward is not None]
+    sampled = [t.reward for t in case.group.trajectories if t.reward is not None and t.completion_ids]
     if trajectory.reward is None:
         return Excluded.INFRASTRUCTURE
-    if len(known) == 1:
+    if all(math.isclose(reward, sum(known) / len(known)) for reward in sampled):
         return Excluded.DEAD_GROUP
     if case.mask_truncated and trajectory.stop_reason.is_truncated:
         return Excluded.TRUNCATED
