@@ -29,10 +29,11 @@ WINDOW_CHARS = 100_000
 """Of a longer text only so many characters at each end are looked at (more, where more tokens may be kept)."""
 
 # Terminal sequences: strings for the terminal (a title, a link), which end with BEL or ESC \; control sequences, with
-# erase-in-line (K) told apart; a line down (D, E); shorter ones; an ESC alone. The end of the text may cut them short.
+# erase-in-line (K) and moves within a line (C, D, G and their other names) told apart; a line down (D, E); shorter ones;
+# an ESC alone. The end of the text may cut them short.
 _ESCAPE = re.compile(
     r"\x1b[\]PX^_][^\x07\x1b\x9c\n]*+(?:\x07|\x1b\\|\x9c)?"
-    r"|(?:\x1b\[|\x9b)(?:(?P<erase>[0-2]?K)|[0-?]*+[ -/]*+(?:[@-~]|\Z))"
+    r"|(?:\x1b\[|\x9b)(?:(?P<line>[0-2]?K|[0-9]{0,9}[CDG`a])|[0-?]*+[ -/]*+(?:[@-~]|\Z))"
     r"|\x1b(?P<down>[DE])"
     r"|\x1b[ -/]*+(?:[0-~]|\Z)"
     r"|\x1b"
@@ -44,7 +45,9 @@ _UNSEEN = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 _ANYTHING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _LINE_END = re.compile(r"(?<!\r)\r++\n")
-_MOVES = re.compile(r"(\r|\x08|\x1b[012]?K)")
+_MOVES = re.compile(r"(\r|\x08|\x1b[0-9]*[KCDG`a])")
+_LAST_COLUMN = 255
+"""A move beyond it ends there, or at the end of the line: a few characters must not ask for a million blanks."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -97,8 +100,9 @@ def clean(text: str) -> str:
     """The text that a terminal would show, line by line, in order: one rule for whatever programs print.
 
     - Colours, titles, links and all other escape sequences are taken out, also one that the end of the text cuts short.
-    - Within a line a carriage return goes back to its beginning, a backspace back by one, and what follows writes over
-      what is there; erase-in-line erases. So of a progress bar the last state is left. Windows line ends become `\\n`.
+    - Within a line a carriage return goes back to its beginning, a backspace back by one, a cursor sequence to its
+      column, and what follows writes over what is there; erase-in-line erases. So of a progress bar the last state is
+      left. Windows line ends become `\\n`.
     - What else moves to a new line (form feed, vertical tab, NEL, IND) becomes `\\n`. Other control characters are
       taken out; tabs and line feeds stay. Half a surrogate pair becomes U+FFFD.
 
@@ -110,8 +114,8 @@ def clean(text: str) -> str:
     if not _ANYTHING.search(text):
         return text
     text = _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", text)
-    # From here on an ESC stands for an erase-in-line: ESC K, ESC 0K, ESC 1K, ESC 2K.
-    text = _ESCAPE.sub(lambda found: "\n" if found["down"] else "\x1b" + found["erase"] if found["erase"] else "", text)
+    # From here on an ESC stands for what happens within a line: ESC 2K erases it, ESC 5G goes to its fifth column.
+    text = _ESCAPE.sub(lambda found: "\n" if found["down"] else "\x1b" + found["line"] if found["line"] else "", text)
     text = _LINE_END.sub("\n", _UNSEEN.sub("", _DOWN.sub("\n", text)))
     if not _MOVES.search(text):
         return text
@@ -140,11 +144,20 @@ def _shown(line: str) -> str:
             cells[:cursor] = " " * min(cursor, len(cells))
         elif part == "\x1b2K":
             cells = []
+        elif part.startswith("\x1b"):
+            cursor = _column(part, cursor, max(_LAST_COLUMN, len(cells)))
         elif part:
             cells += " " * (cursor - len(cells))
             cells[cursor : cursor + len(part)] = part
             cursor += len(part)
     return "".join(cells)
+
+
+def _column(move: str, cursor: int, last: int) -> int:
+    """Where a move within a line leads: to a column (G), back (D), or forward (C)."""
+    count = max(1, int(move[1:-1] or 1))
+    place = {"G": count - 1, "`": count - 1, "D": cursor - count}.get(move[-1], cursor + count)
+    return min(max(0, place), last)
 
 
 class _JsonForm:

@@ -217,7 +217,7 @@ BAD_LINES = {
     ),
     "a key twice": (b'{"messages": [], "tools": [], "messages": []}', "the key 'messages' stands twice"),
     "a key twice in a call": (
-        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x":1,"x":2}}}]}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name":"f","arguments": {"x":1,"x":2}}}]}]}',
         "the key 'x' stands twice",
     ),
     "a call is text": (

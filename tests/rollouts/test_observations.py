@@ -167,6 +167,13 @@ def test_undecodable_bytes_are_text_that_encodes_again_b18(content: object) -> N
         ("100% done\r\x1b[K5%", "5%"),
         ("abc\x1b[2K\rd", "d"),
         ("abcdef\b\b\b\x1b[1Kx", "   xef"),
+        # Bars that move the cursor instead of returning it.
+        (" 10%\x1b[1G 50%\x1b[G100%\n", "100%\n"),
+        ("load 10%\x1b[3D50%\x1b[6`9", "load 90%"),
+        ("abc\x1b[9Dx\x1b[Cy\x1b[0Dz\x9b1Gw", "wbz"),
+        ("a\x1b[4Gb\x1b[2Cc", "a  b  c"),
+        ("a\x1b[999999999Gb", "a" + " " * 254 + "b"),
+        ("a" * 300 + "\x1b[400G!", "a" * 300 + "!"),
         ("a\r\nb\r\r\nc", "a\nb\nc"),
         ("50%\r", "50%"),
         ("|\b/\b-\b\\\b", "\\"),
@@ -198,7 +205,7 @@ def test_the_text_is_what_a_terminal_shows_b20(printed: str, shown: str) -> None
 
 
 terminal_text = st.text(
-    st.sampled_from("ab \n\r\b\t\x1b[]K0;mHDE(\x07\\\x00\x0b\x0c\x84\x85\x9b") | st.characters(codec="utf-8"),
+    st.sampled_from("ab \n\r\b\t\x1b[]K09;mCGHDE(\x07\\\x00\x0b\x0c\x84\x85\x9b") | st.characters(codec="utf-8"),
     max_size=40,
 )
 
