@@ -337,9 +337,15 @@ def test_no_split_or_option_changes_the_gradient_a28(
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_streams_of_a_trajectory_are_one_trajectory(loss_type: LossType) -> None:
+@pytest.mark.parametrize("max_micro_batch_tokens", [170, 4096])
+def test_the_streams_of_a_trajectory_are_one_trajectory(loss_type: LossType, max_micro_batch_tokens: int) -> None:
+    """In one micro-batch where the ratio is the trajectory's, in several where it is not."""
     samples = two_stream_samples()
-    assert_same(gradient_of(samples, loss_type), reference(loss_type, samples))
+    learner = make_learner(tiny_model(), loss_type, max_micro_batch_tokens)
+    batches = learner.pack(samples)
+    assert len(batches) > 1 or max_micro_batch_tokens == 4096
+    learner.gradient(batches)
+    assert_same(gradients(learner.model), reference(loss_type, samples))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
