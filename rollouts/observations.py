@@ -29,8 +29,8 @@ WINDOW_CHARS = 100_000
 """Of a longer text only so many characters at each end are looked at (more, where more tokens may be kept)."""
 
 # Terminal sequences: strings for the terminal (a title, a link), which end with BEL or ESC \; control sequences, with
-# erase-in-line (K) and moves within a line (C, D, G and their other names) told apart; a line down (D, E); shorter ones;
-# an ESC alone. The end of the text may cut them short.
+# erase-in-line (K) and moves within a line (C, D, G and their like) told apart; a line down (D, E); shorter ones; an
+# ESC alone. The end of the text may cut them short.
 _ESCAPE = re.compile(
     r"\x1b[\]PX^_][^\x07\x1b\x9c\n]*+(?:\x07|\x1b\\|\x9c)?"
     r"|(?:\x1b\[|\x9b)(?:(?P<line>[0-2]?K|[0-9]{0,9}[CDG`a])|[0-?]*+[ -/]*+(?:[@-~]|\Z))"

@@ -3,9 +3,9 @@
     {"name": "lookup", "parameters": {"key": "area of Paris"}}; {"name": "now", "parameters": {}}
 
 There is no marker, so an object is a call when it can be nothing else: it has a name and arguments (`arguments` is
-understood too, as vLLM does), or it names a known tool, or the tag stands before it. One that is not of the right form
-is a broken call where it asks for a known tool (`asked`). Other objects are prose, also one that describes a tool, and
-so is a fence that shows code (`fences`).
+understood too, as vLLM does), or it names a known tool, or the tag stands before it, or it is the whole turn and has
+nothing but a name. One that is not of the right form is a broken call where it asks for a known tool (`asked`). Other
+objects are prose, also one that describes a tool, and so is a fence that shows code (`fences`).
 """
 
 from __future__ import annotations
@@ -55,15 +55,20 @@ def _read(reading: Reading, found: re.Match[str]) -> Block:
         value, end = read_json(text, start)
     except Malformed as error:
         return _broken(reading, start, error, tagged=bool(found["tag"]))
-    if not found["tag"] and not _is_call(value, reading.tools):
-        return Block((), end, is_prose=True)
     more = (_END_OF_FENCE if fenced else _SEPARATOR).match(text, end)
-    return Block((as_call(value, _KEYS),), more.end() if more else end)
+    behind = more.end() if more else end
+    is_whole = not text[: found.start()].strip() and not text[behind:].strip()
+    if not found["tag"] and not _is_call(value, reading.tools, is_whole=is_whole):
+        return Block((), end, is_prose=True)
+    return Block((as_call(value, _KEYS),), behind)
 
 
-def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec]) -> bool:
+def _is_call(value: dict[str, Any], tools: Sequence[ToolSpec], *, is_whole: bool) -> bool:
+    """Whether an object is a call, which may be all of a turn."""
     if describes_tool(value):
         return False
+    if tools and is_whole and isinstance(value.get("name"), str) and value.keys() <= _ENVELOPE - {*_KEYS}:
+        return True
     has_arguments = any(key in value for key in _KEYS)
     if not tools:
         return has_arguments and ("name" in value or value.keys() <= _ENVELOPE)

@@ -228,3 +228,16 @@ def test_calls_of_a_list_that_breaks_off_are_kept() -> None:
 def test_mistrals_own_thinking_marks() -> None:
     turn = parse("mistral", "[THINK]Hm. [TOOL_CALLS]f[ARGS]{}[/THINK]4")
     assert turn == ParsedTurn(content="4", calls=(), thinking="Hm. [TOOL_CALLS]f[ARGS]{}")
+
+
+@pytest.mark.parametrize("write", ["{}", " {}\n", "```json\n{}\n```", "<think>Hm.</think>{}", "{};"])
+def test_a_name_alone_that_is_the_whole_turn_is_a_call_b16(write: str) -> None:
+    """Of Llama 3's, whose calls nothing marks: the environment answers that there is no such tool."""
+    tools = (ToolSpec(name="f", description="", parameters={}),)
+    for body in ('{"name": "nope"}', '{"type": "function", "id": "1", "name": "nope"}'):
+        assert as_pairs(parse("llama3_json", write.format(body), tools=tools).calls) == [("nope", {})]
+        assert parse("llama3_json", write.format(body)).calls == (), "without tools it is data"
+        assert parse("llama3_json", f"It is {body}", tools=tools).calls == ()
+    for answer in ('{"name": null}', '{"name": "Bob", "age": 3}', '[{"name": "Bob"}]', '{"type": "x"}'):
+        assert parse("llama3_json", write.format(answer), tools=tools).calls == ()
+    assert parse("hermes", write.format('{"name": "nope"}'), tools=tools).calls == (), "another form must name a tool"
