@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +33,15 @@ from train.metrics import MetricsLog, Publisher
 from train.model import load_model, load_tokenizer
 
 SEED = 5
+SMALL: dict[str, Any] = {
+    "num_tasks": 6,
+    "tasks_per_step": 2,
+    "num_generations": 4,
+    "num_mini_batches": 2,
+    "max_micro_batch_tokens": 256,
+    "max_resampled_groups": 1,
+    "mask_truncated_completions": False,
+}
 
 
 def save_small_model(folder: Path, tokenizer_of: str = "models/embedded") -> Path:
@@ -81,17 +90,7 @@ async def small_run(
     model_path, start_after = (str(found[0]), found[1]) if found else (model, 0)
     feed_state = load_feed(found[0]) if found else FeedState()
     tokenizer = load_tokenizer(model)
-    config = GrpoConfig(
-        max_steps=steps,
-        num_tasks=6,
-        tasks_per_step=2,
-        num_generations=4,
-        num_mini_batches=2,
-        max_micro_batch_tokens=256,
-        max_staleness=max_staleness,
-        max_resampled_groups=1,
-        mask_truncated_completions=False,
-    )
+    config = GrpoConfig.model_validate(SMALL | {"max_steps": steps, "max_staleness": max_staleness})
     is_main = int(os.environ.get("RANK", "0")) == 0
     sampling, log = None, None
     if is_main:

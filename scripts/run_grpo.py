@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from scripts.open_rollouts import open_runner
 from scripts.rollout_progress import keep_current
 from scripts.run_folder import only_writer
 from scripts.settings import GrpoSettings, load_settings, resolved, save_resolved
-from train.checkpoint import latest_checkpoint, load_feed, load_state
+from train.checkpoint import latest_checkpoint, load_feed, load_state, save_final
 from train.group_feed import FeedState
 from train.grpo import GrpoRun, Sampling, check_sizes
 from train.learner import Learner
@@ -32,6 +33,7 @@ from train.lora import load_trained
 from train.metrics import MetricsLog, start_wandb
 from train.model import check_model_folder, load_tokenizer
 from train.reference import load_reference
+from train.replay import dumped_steps, replay
 
 
 def main() -> None:
@@ -49,7 +51,38 @@ def main() -> None:
     with only_writer(folder) if is_main else nullcontext():
         if is_main:
             save_resolved(settings, folder)
-        asyncio.run(run_grpo(settings, is_main=is_main))
+        if settings.replay is None:
+            asyncio.run(run_grpo(settings, is_main=is_main))
+        else:
+            run_replay(settings, Path(settings.replay), is_main=is_main)
+
+
+def run_replay(settings: GrpoSettings, dump: Path, *, is_main: bool) -> None:
+    """Train on the samples of another run, from the first one on."""
+    folder = Path(settings.output_dir)
+    dumped_steps(dump)
+    accelerator = Accelerator()
+    learner = _learner(settings, settings.model, accelerator)
+    log = (
+        MetricsLog(folder, start_after=0, run=start_wandb(folder, settings.wandb, resolved(settings)))
+        if is_main
+        else None
+    )
+
+    def on_step(row: Mapping[str, Any]) -> None:
+        if is_main:
+            line = f"loss {row['loss']:.4f}, entropy {row['entropy']:.2f}" if "loss" in row else "nothing to train on"
+            print(
+                f"replay {row['step']}: {row['tokens/trained']} tokens, {line}, {row['time/update_s']:.1f} s",
+                flush=True,
+            )
+
+    steps = replay(dump, learner, settings.grpo, log=log, on_step=on_step)
+    if log is not None:
+        log.close()
+        shutil.rmtree(folder / "final", ignore_errors=True)
+        save_final(folder, model=learner.model, tokenizer=load_tokenizer(settings.model))
+        print(f"replay: {steps} steps of {dump}; the weights are in {folder / 'final'}")
 
 
 async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:

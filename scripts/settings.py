@@ -113,6 +113,8 @@ class GrpoSettings(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: HeldOutConfig = HeldOutConfig()
     wandb: WandbConfig = WandbConfig()
+    replay: str | None = None
+    """The folder of a run: train on the samples that it dumped, without an engine."""
     dry_run: CliToggleFlag[bool] = Field(
         default=False, exclude=True, validation_alias=AliasChoices("dry_run", "dry-run")
     )

@@ -231,15 +231,18 @@ class GrpoRun:
     ) -> str | None:
         """Check the packed batches, and what was left out of them, against the ledger; returns what is wrong."""
         batches = [batch for update in updates for batch in update]
-        packed = [sample for batch in batches for sample in unpack(batch)]
         left_out = [sample for sample in samples if not any(sample.loss_mask)]
-        write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", [*packed, *left_out])
+        # What the tensors hold, in the order in which it was shared out, so that the dump can be trained from again.
+        place = {(sample.trajectory_id, sample.completion_ids): number for number, sample in enumerate(samples)}
+        checked = [*(sample for batch in batches for sample in unpack(batch)), *left_out]
+        checked.sort(key=lambda sample: place[sample.trajectory_id, sample.completion_ids])
+        write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", checked)
         try:
             for batch in batches:
                 check_layout(batch)
-            check_batch([*packed, *left_out], ledger)
+            check_batch(checked, ledger)
         except GateError as error:
-            write_samples(self.folder / "gate_violation.jsonl", [*packed, *left_out])
+            write_samples(self.folder / "gate_violation.jsonl", checked)
             return f"step {step}: {error}; the batch is in {self.folder / 'gate_violation.jsonl'}"
         return None
 
