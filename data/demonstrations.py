@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data.chat import Renderer
+from data.demonstrated_turns import check_turn, leaves_out
 from data.jsonl import plain_json
 from data.rows import SampleBuilder
 from data.tool_formats.json_calls import no_key_twice
@@ -52,6 +53,8 @@ class DemonstrationReport:
     """Control tokens that contents spell; they stay text."""
     unthought: int = 0
     """Turns whose thinking the renderer does not write; they are trained without it."""
+    unsaid: int = 0
+    """Turns whose prose the renderer does not write."""
     refusals: dict[str, list[str]] = field(default_factory=dict)
     """Why rows could not be written, and the ids of those rows."""
 
@@ -60,9 +63,10 @@ class DemonstrationReport:
         tokens = ", ".join(f"{count} {source.value}" for source, count in self.tokens.items())
         forged = f"; {self.forged} control tokens in contents, kept as text" if self.forged else ""
         unthought = f"; {self.unthought} turns without their thinking, which is not written" if self.unthought else ""
+        unsaid = f"; {self.unsaid} turns without their prose, which is not written" if self.unsaid else ""
         return (
             f"{self.kept} rows kept, dropped: {dropped}; tokens: {tokens}; {self.trained_tokens} trained{forged}"
-            f"{unthought}{self._refusals()}"
+            f"{unthought}{unsaid}{self._refusals()}"
         )
 
     def _refusals(self) -> str:
@@ -75,7 +79,8 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
     """The SFT row of a conversation; ids and boundaries are those that a rollout of it would have.
 
     Raises:
-        ValueError: the conversation has no assistant turn, or one that the chat template cannot write.
+        ValueError: the conversation has no assistant turn, or one that the chat template cannot write, or writes so
+            that it is not read as it was meant.
     """
     messages = with_host_ids(demonstration.messages)
     assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -87,9 +92,12 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> TrainingSampl
         builder.add_context(segment)
         stream += segment.token_ids
     for index, following in zip(assistant, [*assistant[1:], len(messages)], strict=True):
-        turn = Segment(source=Source.TARGET, token_ids=renderer.turn_ids(messages[index]))
+        message = messages[index]
+        turn = Segment(source=Source.TARGET, token_ids=renderer.turn_ids(message))
+        if message.train:
+            check_turn(message, renderer, turn_ids=turn.token_ids, prompt_ids=stream, tools=demonstration.tools)
         stream += turn.token_ids
-        if messages[index].train:
+        if message.train:
             builder.add_target(turn)
         else:
             builder.add_context(turn)
@@ -183,7 +191,9 @@ def to_samples(
             report.tokens.update(sample.source)
             report.trained_tokens += sum(sample.loss_mask)
             report.forged += sum(_forged(message, renderer) for message in demonstration.messages)
-            report.unthought += sum(_loses_thinking(message, renderer) for message in demonstration.messages)
+            turns = [message for message in demonstration.messages if message.role == "assistant"]
+            report.unthought += sum(leaves_out(turn, renderer, "thinking") for turn in turns)
+            report.unsaid += sum(leaves_out(turn, renderer, "content") for turn in turns)
     if not samples:
         raise ValueError(f"no demonstration is left to train on ({report.line()})")
     return samples, report
@@ -191,16 +201,6 @@ def to_samples(
 
 def _forged(message: Message, renderer: Renderer) -> int:
     return renderer.count_forged(message.content) + renderer.count_forged(message.thinking)
-
-
-def _loses_thinking(message: Message, renderer: Renderer) -> bool:
-    """Whether a turn has the same ids without what it thought."""
-    if not message.thinking:
-        return False
-    try:
-        return renderer.turn_ids(message) == renderer.turn_ids(replace(message, thinking=""))
-    except ValueError:  # there is no such turn without thinking
-        return False
 
 
 def write_demonstrations(path: Path, demonstrations: Iterable[Demonstration]) -> int:

@@ -15,7 +15,7 @@ from data.family_renderer import FamilyRenderer
 from data.template_renderer import TemplateRenderer
 from data.types import TrainingSample
 from envs.types import Message, ToolCall, ToolSpec
-from tests.data.chat_tokenizers import make_tokenizer, peer_template, small_core
+from tests.data.chat_tokenizers import make_tokenizer, peer_template, small_core, tokenizer_for
 from tests.data.family_tokenizers import family_tokenizer
 from tests.data.test_demonstrations import demonstrations
 from tests.data.test_types import no_clock
@@ -207,3 +207,46 @@ def test_control_tokens_in_contents_are_counted(renderer: TemplateRenderer) -> N
     _, report = to_samples([row], renderer, max_length=500)
     assert report.forged == renderer.count_forged(row.messages[0].content) > 0
     assert f"{report.forged} control tokens in contents, kept as text" in report.line()
+
+
+def asking(task_id: str, *, name: str = "f", said: str = "", **arguments: object) -> Demonstration:
+    """A conversation with one call, of a tool that takes texts."""
+    call = ToolCall(call_id="x", name=name, arguments=arguments)
+    properties = {key: {"type": "string"} for key in arguments}
+    return Demonstration(
+        task_id=task_id,
+        messages=(
+            Message(role="user", content="Do it."),
+            Message(role="assistant", content=said, tool_calls=(call,)),
+            Message(role="tool", content="7", call_id="x"),
+            Message(role="assistant", content="Done."),
+        ),
+        tools=(ToolSpec(name=name, description="", parameters={"type": "object", "properties": properties}),),
+    )
+
+
+def test_a_call_that_is_not_read_as_it_was_written_is_not_trained() -> None:
+    """LFM2.5's template escapes nothing in a text: one that holds a backslash is read as another, one with a quote not
+    at all."""
+    renderer = TemplateRenderer(tokenizer_for(peer_template("lfm2_2_5")), name="lfm2_2_5")
+    rows = [
+        asking("plain", s="a b"),
+        asking("quote", s='it\'s "x"'),
+        asking("backslash", s="C:\\new"),
+        asking("line", s="a\nb"),
+        asking("key", **{"@type": "a"}),
+        asking("name", name="a b", s="a"),
+    ]
+    samples, report = to_samples(rows, renderer, max_length=10_000)
+    assert [sample.trajectory_id for sample in samples] == ["plain"]
+    assert report.dropped == {"that the renderer cannot write": 5}
+    assert all("a call that is not read as it was written" in reason for reason in report.refusals)
+
+
+def test_prose_that_is_not_written_beside_a_call_is_counted() -> None:
+    renderer = TemplateRenderer(tokenizer_for(peer_template("llama3_1")), name="llama3_1")
+    _, report = to_samples([asking("said", said="Let me see.", s="a")], renderer, max_length=10_000)
+    assert report.unsaid == 1
+    assert "1 turns without their prose, which is not written" in report.line()
+    _, report = to_samples([asking("not", s="a")], renderer, max_length=10_000)
+    assert report.unsaid == 0
