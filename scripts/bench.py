@@ -61,6 +61,20 @@ def _resume(arguments: argparse.Namespace) -> dict[str, Any]:
     return resume(kills=arguments.kills, steps=arguments.steps, seed=arguments.seed)
 
 
+def _train(arguments: argparse.Namespace) -> dict[str, Any]:
+    from scripts.bench_train import train
+
+    return train(
+        models=arguments.models,
+        repeats=arguments.repeats,
+        steps=arguments.steps,
+        micro_batch=arguments.micro_batch,
+        dtype=arguments.dtype,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        seed=arguments.seed,
+    )
+
+
 def _learning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output_dir", type=Path, default=Path("runs/bench_learning"))
@@ -107,6 +121,17 @@ def _resume_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", nargs="+", choices=["embedded", "20M"], default=["embedded", "20M"])
+    add("--repeats", type=_count, default=3, help="processes of each contender (default 3)")
+    add("--steps", type=_count, default=2, help="timed steps in each of them (default 2)")
+    add("--micro_batch", type=int, choices=[1, 2, 4, 8], default=4, help="trajectories in a micro-batch (default 4)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--gradient_checkpointing", action="store_true")
+    add("--seed", type=int, default=0)
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -141,6 +166,12 @@ BENCHMARKS: dict[str, tuple[str, str, Arguments, Measure]] = {
         "python -m scripts.bench resume",
         _resume_arguments,
         _resume,
+    ),
+    "train": (
+        "an update on a group of agents' trajectories: time and memory of ours, TRL's trainer and the bare body",
+        "python -m scripts.bench train",
+        _train_arguments,
+        _train,
     ),
     "soak": (
         "a thousand simulated trajectories, and what is left of them at the end; exit code 1 for anything",

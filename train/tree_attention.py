@@ -80,6 +80,8 @@ def tree_attention(
         if others.get(name) is not None:
             raise ValueError(f"its attention has {name}, which packed rows are not computed with")
     lengths = [len(piece) for piece in pieces]
+    # What attention keeps for its backward pass is then its own: a view would keep the whole row besides.
+    copies = any(piece.parent is not None for piece in pieces)
     parts = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
     outputs: list[Tensor] = []
     for number, piece in enumerate(pieces):
@@ -87,13 +89,13 @@ def tree_attention(
         q, k, v = ([part[i] for i in path] for part in parts)
         length = sum(lengths[i] for i in path)
         mask = _band(length, attention_mask, query.device)
-        output = _attend(_joined(q), _joined(k), _joined(v), mask, dropout, scaling)
+        output = _attend(_joined(q, copies), _joined(k, copies), _joined(v, copies), mask, dropout, scaling)
         outputs.append(output[:, :, length - len(piece) :].transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+def _joined(parts: Sequence[Tensor], copies: bool) -> Tensor:
+    return torch.cat(list(parts), dim=2) if copies else parts[0]
 
 
 def _attend(
