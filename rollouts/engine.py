@@ -15,7 +15,11 @@ from data.ledger import Ledger
 from data.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
+
+    from rollouts.engine_adapter import AdapterWeights
 
 
 class EngineError(RuntimeError):
@@ -98,6 +102,16 @@ class Engine(Protocol):
         """
         ...
 
+    async def load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
+        """As `load_weights`, of a LoRA adapter (PEFT) beside the weights that the engine started with: a folder, or its
+        tensors. The one before it, if any, is gone then.
+
+        Raises:
+            ValueError: it does not fit the model, or is more than low-rank matrices; the one before stays.
+            EngineError: the engine was started without room for it, or refused it.
+        """
+        ...
+
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """Free the GPU memory of weights and cache for somebody else, such as a trainer on the same GPU, until `wake`;
         `generate`, `score` and `load_weights` are refused meanwhile. Asleep already: nothing happens.
@@ -147,6 +161,9 @@ class EngineInFront:
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
         return await self._engine.load_weights(state_dict, policy_version)
+
+    async def load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
+        return await self._engine.load_adapter(adapter, policy_version)
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         return await self._engine.sleep(keep_weights=keep_weights)

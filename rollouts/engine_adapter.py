@@ -1,4 +1,4 @@
-"""Does a LoRA adapter fit the model? Asked of its folder (PEFT's layout) before an engine reads it.
+"""Does a LoRA adapter fit the model? Asked of its folder (PEFT's layout), or of its tensors, before an engine reads it.
 
 Engines refuse what does not fit in many words or not at all: a tensor of a layer that they do not adapt may be passed
 over, and then they sample from another model than the one that was asked for.
@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts.engine_checks import ModelFacts, tensor_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PREFIX = "base_model.model."
 _OTHER_METHODS = (
@@ -29,6 +32,54 @@ class AdapterFacts:
     path: Path
     rank: int
     layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterWeights:
+    """An adapter in memory, as a trainer has it.
+
+    tensors: under PEFT's names, `base_model.model.LAYER.lora_A.weight` `[rank, in]` and `lora_B` `[out, rank]`.
+    config: what `adapter_config.json` says.
+    """
+
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+
+
+def check_adapter(adapter: AdapterWeights, model: ModelFacts) -> int:
+    """Its rank; raises `ValueError` as `read_adapter_facts` does."""
+    if reason := _unsupported(adapter.config):
+        raise ValueError(f"adapter: {reason}; sync merged weights instead")
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    if not shapes:
+        raise ValueError("adapter: it has no tensors; was the model trained without adapters?")
+    return max(_ranks("of the trainer", shapes, model).values())
+
+
+def read_adapter(path: Path) -> AdapterWeights:
+    """The adapter of a folder, whole.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from safetensors.torch import load_file
+
+    file = path / "adapter_model.safetensors"
+    config = _read_config(path)
+    if not file.is_file():
+        raise ValueError(f"adapter {path}: no adapter_model.safetensors; write it with PEFT's save_pretrained")
+    return AdapterWeights(tensors=load_file(file), config=config)
+
+
+def write_adapter(adapter: AdapterWeights, folder: Path) -> Path:
+    """Write an adapter as PEFT does; a folder that is there is written over."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
+    return folder
 
 
 def read_adapter_facts(path: Path, model: ModelFacts) -> AdapterFacts:
@@ -77,7 +128,7 @@ def _unsupported(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _ranks(path: Path, shapes: Mapping[str, tuple[int, ...]], model: ModelFacts) -> dict[str, int]:
+def _ranks(path: Path | str, shapes: Mapping[str, tuple[int, ...]], model: ModelFacts) -> dict[str, int]:
     """The rank of each adapted layer, by the layer's name in the model."""
     ranks: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -98,3 +149,15 @@ def _ranks(path: Path, shapes: Mapping[str, tuple[int, ...]], model: ModelFacts)
         if any(f"{_PREFIX}{layer}.lora_{matrix}.weight" not in shapes for matrix in "AB"):
             raise ValueError(f"adapter {path}: {layer} has one of its two matrices only; the file was cut short?")
     return ranks
+
+
+def lora_room(rank: int) -> int:
+    """The rank that vLLM keeps room for, one of a few.
+
+    Raises:
+        ValueError: it is above the largest.
+    """
+    rooms = (8, 16, 32, 64, 128, 256, 320, 512)
+    if rank > rooms[-1]:
+        raise ValueError(f"an adapter of rank {rank} is more than vLLM takes ({rooms[-1]}); merge it into the model")
+    return next(room for room in rooms if rank <= room)

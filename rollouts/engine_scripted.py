@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.types import Completion, FinishReason, SamplingParams
@@ -14,6 +15,8 @@ from rollouts.weight_transfer import PushedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rollouts.engine_adapter import AdapterWeights
 
 Script = Callable[[Sequence[int]], Sequence[int]] | Mapping[tuple[int, ...], Sequence[int]] | Sequence[Sequence[int]]
 """Prompt ids to answer ids: a function, a table, or the answers in the order of the calls."""
@@ -112,6 +115,10 @@ class ScriptedEngine:
         self.policy_version = policy_version
         changed = self._pushed.count_changed(state_dict)
         return SyncReport(tensors=len(state_dict), changed=changed, caches_dropped=0, requests_running=self._running)
+
+    async def load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
+        """Take the version, as `load_weights` does."""
+        return await self.load_weights({} if isinstance(adapter, Path) else adapter.tensors, policy_version)
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """See `Engine.sleep`; there is no memory to free."""

@@ -22,6 +22,7 @@ import httpx
 
 from data.types import Completion, SamplingParams
 from rollouts.engine import EngineError, EngineLoad, SyncReport
+from rollouts.engine_adapter import AdapterWeights, check_adapter, read_adapter
 from rollouts.engine_checks import check_prompt, check_scored, check_weights_fit, read_model_facts
 from rollouts.engine_sleep import SleepState
 from rollouts.server_check import Checked, Wanted
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
+_ADAPTER = "policy"
+"""Under which a trainer's adapter is served."""
 _START = "default"
 """vLLM's name of weights that were read from the model's folder."""
 
@@ -57,6 +60,7 @@ class ServerEngine:
         api_key: of servers that were started with `--api-key`.
         takes_weights: `load_weights` will be called: servers that take none are refused at once, and one that a run
             left paused in the middle of a sync, when it was killed, goes on.
+        adapter_rank: `load_adapter` will be called, with adapters up to this rank: as `takes_weights`.
 
     Raises:
         ValueError: an address is none, or a server is not what is wanted; the message says how to start it.
@@ -75,6 +79,7 @@ class ServerEngine:
         policy_version: int = 0,
         api_key: str | None = None,
         takes_weights: bool = False,
+        adapter_rank: int = 0,
         patience: Patience | None = None,
     ) -> None:
         addresses = [_address(server) for server in servers]
@@ -94,7 +99,8 @@ class ServerEngine:
         self._broken: str | None = None
         self._asked = 0
         self._sleep = SleepState()
-        self._takes_weights = takes_weights
+        self._takes_weights = takes_weights or adapter_rank > 0
+        self._adapter_rank = adapter_rank
         self._syncing = asyncio.Lock()
         self._pushed = PushedWeights()
         self._patience = patience or Patience()
@@ -186,9 +192,20 @@ class ServerEngine:
                 f"load_weights: these servers sample with the adapter {self._wanted.adapter!r}, and would put it on top"
             )
         tensors = check_weights_fit(state_dict, await asyncio.to_thread(read_model_facts, self._model))
-        report = await self._loop.run(self._sync(tensors, policy_version))
+        version = str(policy_version)
+        report = await self._loop.run(
+            self._sync(lambda sync: sync.send_weights(tensors, version), tensors, policy_version)
+        )
         self._sleep.weights_arrived()
         return report
+
+    async def load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
+        """See `Engine.load_adapter`, and `load_weights` for what may fail. From now on it is what is sampled with."""
+        self._sleep.check_can_load()
+        if isinstance(adapter, Path):
+            adapter = await asyncio.to_thread(read_adapter, adapter)
+        check_adapter(adapter, await asyncio.to_thread(read_model_facts, self._model))
+        return await self._loop.run(self._sync_adapter(adapter, policy_version))
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """See `Engine.sleep`: the servers' memory is their own."""
@@ -235,7 +252,9 @@ class ServerEngine:
         )
         try:
             if self._takes_weights:
-                await asyncio.gather(*(prepare_for_weights(client, address) for address in addresses))
+                await asyncio.gather(
+                    *(prepare_for_weights(client, address, adapter_rank=self._adapter_rank) for address in addresses)
+                )
             await pool.open()
             versions = {server.address: self._step(_checked(server).version) for server in pool.servers}
         except BaseException:
@@ -272,7 +291,28 @@ class ServerEngine:
         if self._broken is not None:
             raise EngineError(self._broken)
 
-    async def _sync(self, tensors: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+    async def _sync_adapter(self, adapter: AdapterWeights, policy_version: int) -> SyncReport:
+        before = self._wanted
+        if before.adapter is None and self._asked:
+            raise EngineError(f"load_adapter: {self._asked} requests run without an adapter: wait for them")
+        name = before.adapter or _ADAPTER
+        # Whoever comes back from now on must have it.
+        self._wanted = self._pool.wanted = replace(before, adapter=name)
+        try:
+            return await self._sync(
+                lambda sync: sync.send_adapter(
+                    adapter, name, str(policy_version), takes_a_place=before.adapter is not None
+                ),
+                adapter.tensors,
+                policy_version,
+            )
+        finally:
+            if self.policy_version != policy_version:
+                self._wanted = self._pool.wanted = before
+
+    async def _sync(
+        self, send: Callable[[WeightSync], Awaitable[None]], tensors: Mapping[str, Tensor], policy_version: int
+    ) -> SyncReport:
         async with self._syncing:
             servers = {server.address: server for server in await self._pool.reachable()}
             if not servers:
@@ -281,7 +321,7 @@ class ServerEngine:
             sync = WeightSync(self._client, list(servers), timeout_s=self._patience.sync_timeout_s)
             before, self._loaded = self._loaded, str(policy_version)  # whoever comes back with others stays out
             try:
-                await sync.send_weights(tensors, str(policy_version))
+                await send(sync)
             finally:
                 outcome = sync.outcome
                 if not outcome.is_changed:

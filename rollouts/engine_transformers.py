@@ -16,13 +16,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.call_grammar import CallGrammar, GrammarState
 from data.types import Completion, SamplingParams
 from rollouts.batch_sampling import Batch, Request
 from rollouts.engine import EngineError, EngineLoad, SyncReport
-from rollouts.engine_adapter import read_adapter_facts
+from rollouts.engine_adapter import AdapterWeights, check_adapter, read_adapter, read_adapter_facts, write_adapter
 from rollouts.engine_checks import (
     check_context,
     check_no_adapter,
@@ -136,13 +137,9 @@ class TransformersEngine:
         tensors = check_weights_fit(state_dict, self._facts)
         return await asyncio.wrap_future(self._thread.call(lambda: self._load(tensors, policy_version)))
 
-    async def load_adapter(self, path: Path, policy_version: int) -> None:
-        """Sample with another adapter from now on, requests that wait too.
-
-        Raises:
-            ValueError: it does not fit the model; the one before stays.
-        """
-        await asyncio.wrap_future(self._thread.call(lambda: self._load_adapter(path, policy_version)))
+    async def load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
+        """See `Engine.load_adapter`."""
+        return await asyncio.wrap_future(self._thread.call(lambda: self._load_adapter(adapter, policy_version)))
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """See `Engine.sleep`. The weights are kept on the CPU in any case, and are still asked for anew without
@@ -199,10 +196,15 @@ class TransformersEngine:
         self._sleep.weights_arrived()
         return self._now_at(policy_version, tensors)
 
-    def _load_adapter(self, path: Path, policy_version: int) -> SyncReport:
+    def _load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
         self._sleep.check_can_load()
-        self._put_adapter(path)
-        return self._now_at(policy_version, {})
+        if isinstance(adapter, Path):
+            self._put_adapter(adapter)
+            return self._now_at(policy_version, read_adapter(adapter).tensors)
+        check_adapter(adapter, self._facts)
+        with TemporaryDirectory(prefix="agentgrad-") as folder:
+            self._put_adapter(write_adapter(adapter, Path(folder) / "adapter"))
+        return self._now_at(policy_version, adapter.tensors)
 
     def _now_at(self, policy_version: int, tensors: Mapping[str, Tensor]) -> SyncReport:
         """The weights have changed: what was computed with the old ones is forgotten."""

@@ -20,11 +20,19 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from data.types import Completion, SamplingParams
 from rollouts.engine import EngineError, EngineLoad, SyncReport
-from rollouts.engine_adapter import AdapterFacts, read_adapter_facts
+from rollouts.engine_adapter import (
+    AdapterWeights,
+    check_adapter,
+    lora_room,
+    read_adapter,
+    read_adapter_facts,
+    write_adapter,
+)
 from rollouts.engine_checks import (
     check_context,
     check_no_adapter,
@@ -40,7 +48,6 @@ from rollouts.engine_vllm_start import (
     VllmOptions,
     choose_threads,
     frees_memory,
-    lora_room,
     start_llm,
     waiting_counter,
 )
@@ -61,7 +68,7 @@ class VllmEngine:
     """An `Engine`. Building one blocks until vLLM is ready: about 20 s, most of it imports.
 
     adapter: the folder of a LoRA adapter (PEFT) to sample with. Later ones may have its rank or what vLLM rounds it up
-        to, and come by `load_adapter`; `load_weights` is then refused.
+        to, and come by `load_adapter`; `load_weights` is then refused, because they would be under it.
 
     Raises:
         ValueError: there is no model at `model_path`, the adapter does not fit it, vLLM is not installed, or a setting
@@ -83,6 +90,8 @@ class VllmEngine:
         self._max_context_tokens = check_context(max_context_tokens, self._facts)
         self._options = choose_threads(options or VllmOptions(), self._facts)
         self._first_adapter = None if adapter is None else read_adapter_facts(adapter, self._facts)
+        rank = max(self._options.adapter_rank, 0 if self._first_adapter is None else self._first_adapter.rank)
+        self._room = lora_room(rank) if rank else 0
         self._policy = policy
         self.policy_version = policy_version
         self._numbers = count()
@@ -109,11 +118,11 @@ class VllmEngine:
         def start() -> None:
             if self._options.cpu_threads is not None:
                 torch.set_num_threads(self._options.cpu_threads)
-            llm = start_llm(model_path, self._max_context_tokens, self._options, self._first_adapter)
+            llm = start_llm(model_path, self._max_context_tokens, self._options, lora_rank=self._room)
             self._llm = llm
             self._count_waiting = waiting_counter(llm)
             if self._first_adapter is not None:
-                self._load_adapter(llm, self._first_adapter, self.policy_version)
+                self._load_adapter(llm, self._first_adapter.path, self.policy_version)
             llm.set_weight_version(str(self.policy_version))
 
         self._thread.call(start).result()
@@ -151,23 +160,24 @@ class VllmEngine:
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
         """See `Engine.load_weights`."""
-        check_no_adapter(None if self._first_adapter is None else self._first_adapter.path)
+        check_no_adapter(None if self._lora is None else Path(self._lora.lora_path))
         tensors = check_weights_fit(state_dict, self._facts)
         return await self.run(lambda llm: self._load(llm, tensors, policy_version))
 
-    async def load_adapter(self, path: Path, policy_version: int) -> None:
-        """Sample with another adapter from now on, and drop every cached prefix. Requests that run go on with it.
-
-        Raises:
-            ValueError: it does not fit the model, or has a higher rank than there is room for; the one before stays.
-            EngineError: the engine was started without an adapter, or vLLM refused this one.
-        """
-        if self._first_adapter is None:
+    async def load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
+        """See `Engine.load_adapter`. Its rank must be within `VllmOptions.adapter_rank`, or that of the first one."""
+        if not self._room:
             raise EngineError("load_adapter: the engine was started without an adapter, and vLLM has no room for one")
-        adapter, room = read_adapter_facts(path, self._facts), lora_room(self._first_adapter.rank)
-        if adapter.rank > room:
-            raise ValueError(f"adapter {path}: rank {adapter.rank}, the engine was started with room for {room}")
-        await self.run(lambda llm: self._load_adapter(llm, adapter, policy_version))
+        rank = (
+            read_adapter_facts(adapter, self._facts).rank
+            if isinstance(adapter, Path)
+            else check_adapter(adapter, self._facts)
+        )
+        if rank > self._room:
+            raise ValueError(
+                f"adapter {_name(adapter)}: rank {rank}, the engine was started with room for {self._room}"
+            )
+        return await self.run(lambda llm: self._load_adapter(llm, adapter, policy_version))
 
     async def sleep(self, *, keep_weights: bool = True) -> bool:
         """See `Engine.sleep`. On a GPU it needs `VllmOptions(can_sleep=True)`; with an adapter, weights are kept.
@@ -275,19 +285,23 @@ class VllmEngine:
         self.policy_version = policy_version
         return self._report(tensors)
 
-    def _load_adapter(self, llm: LLMEngine, adapter: AdapterFacts, policy_version: int) -> None:
+    def _load_adapter(self, llm: LLMEngine, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
         from vllm.lora.request import LoRARequest
 
         self._sleep.check_can_load()
-        with standing_still(llm):
+        if self._lora is None and self._pending:
+            raise EngineError(f"load_adapter: {len(self._pending)} requests run without an adapter: wait for them")
+        with TemporaryDirectory(prefix="agentgrad-") as folder, standing_still(llm):
+            path = adapter if isinstance(adapter, Path) else write_adapter(adapter, Path(folder) / "adapter")
             try:
                 # In the place of the one before, by whose number the requests that run know it.
-                llm.add_lora(LoRARequest("adapter", 1, str(adapter.path), load_inplace=True))
+                llm.add_lora(LoRARequest("adapter", 1, str(path), load_inplace=True))
             except Exception as error:
-                raise EngineError(f"vLLM refused adapter {adapter.path}: {' '.join(str(error).split())}") from error
+                raise EngineError(f"vLLM refused adapter {_name(adapter)}: {' '.join(str(error).split())}") from error
             llm.set_weight_version(str(policy_version))
-        self._lora = LoRARequest("adapter", 1, str(adapter.path))
+        self._lora = LoRARequest("adapter", 1, str(path))
         self.policy_version = policy_version
+        return self._report((read_adapter(path) if isinstance(adapter, Path) else adapter).tensors)
 
     def _report(self, tensors: Mapping[str, Tensor]) -> SyncReport:
         return SyncReport(
@@ -311,3 +325,7 @@ class VllmEngine:
         if self._sleep.wake() and frees_memory(llm):
             with self._whole("waking"):
                 llm.wake_up()
+
+
+def _name(adapter: Path | AdapterWeights) -> str:
+    return str(adapter) if isinstance(adapter, Path) else "of the trainer"

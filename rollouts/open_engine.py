@@ -18,13 +18,14 @@ def open_engine(
     constrain_calls: bool = False,
     can_sleep: bool = False,
     takes_weights: bool = False,
+    adapter_rank: int = 0,
     wall_clock_s: float | None = None,
 ) -> Engine:
     """Load `model` into the configured engine, or connect to the servers that serve it; blocks until it can sample.
 
     `constrain_calls`: requests may come with a structural tag (`sampling.constrain_calls`).
     `can_sleep`: it will be told to give its memory to a trainer.
-    `takes_weights`: a trainer will sync its weights to it.
+    `takes_weights`: a trainer will sync its weights to it; `adapter_rank`: or LoRA adapters up to this rank.
     `wall_clock_s`: what a trajectory has (`limits.wall_clock_s`): servers are waited for so much less that one that
     hangs ends a trajectory as a fault of the engine, not of the policy (`Patience.within`). None = no trajectories.
 
@@ -52,6 +53,7 @@ def open_engine(
             policy_version=policy_version,
             api_key=os.environ.get("VLLM_API_KEY"),  # vLLM's own variable: what opens a server opens it here too
             takes_weights=takes_weights,
+            adapter_rank=adapter_rank,
             patience=replace(patience, sync_timeout_s=config.sync_timeout_s),
         )
     adapter = None if config.adapter is None else Path(config.adapter)
@@ -75,6 +77,7 @@ def open_engine(
         gpu_memory_utilization=config.gpu_memory_utilization,
         constrain_calls=constrain_calls,
         can_sleep=can_sleep,
+        adapter_rank=adapter_rank,
     )
     return VllmEngine(
         Path(model),

@@ -24,7 +24,11 @@ from rollouts.runner import Runner
 from rollouts.types import StopReason, Trajectory, Turn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
+
+    from rollouts.engine_adapter import AdapterWeights
 
 _ENDED_FROM_OUTSIDE = frozenset(
     {StopReason.WALL_CLOCK, StopReason.SANDBOX_ERROR, StopReason.ENGINE_ERROR, StopReason.CANCELLED}
@@ -185,6 +189,10 @@ class ReplayEngine:
         raise EngineError("a record cannot score")
 
     async def load_weights(self, state_dict: Mapping[str, Tensor], policy_version: int) -> SyncReport:
+        """Refused: a record holds no model."""
+        raise EngineError("a record takes no weights")
+
+    async def load_adapter(self, adapter: Path | AdapterWeights, policy_version: int) -> SyncReport:
         """Refused: a record holds no model."""
         raise EngineError("a record takes no weights")
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rollouts.engine_adapter import lora_room
+
 RETURN_IDS = "--enable-scale-out"
 RETURN_LOGPROBS = "--logprobs-mode processed_logprobs"
 TCP_BACKEND = "agentgrad_tcp"
@@ -44,6 +46,7 @@ def serve_command(
     gpu_memory_utilization: float | None = None,
     adapters: Mapping[str, str] | None = None,
     takes_weights: WeightsOver | None = None,
+    adapter_rank: int = 0,
 ) -> ServeCommand:
     """The command for one server.
 
@@ -54,9 +57,10 @@ def serve_command(
         adapters: folders of LoRA adapters by the name under which they are served.
         takes_weights: let a trainer load weights into it (`Engine.load_weights`), over TCP or over NCCL, which is
             faster and needs a GPU on both sides. This is vLLM's development mode: whoever reaches the port can do so.
+        adapter_rank: take LoRA adapters up to this rank too (`Engine.load_adapter`).
 
     Raises:
-        ValueError: GPU memory or NCCL is asked for on a CPU.
+        ValueError: GPU memory or NCCL is asked for on a CPU, or adapters of a server that takes no weights.
 
     Worked example: `serve_command("m", on_cpu=False)` is
 
@@ -81,8 +85,15 @@ def serve_command(
         flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
         flags += ["--worker-extension-cls", "rollouts.weight_transfer_worker.PolicyTransfer"]
         environment["VLLM_SERVER_DEV_MODE"] = "1"
+    if adapters or adapter_rank:
+        flags += ["--enable-lora"]
     if adapters:
-        flags += ["--enable-lora", "--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())]
+        flags += ["--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())]
+    if adapter_rank:
+        if takes_weights is None:
+            raise ValueError("a server that takes adapters from a trainer needs takes_weights too")
+        flags += ["--max-lora-rank", str(lora_room(adapter_rank))]
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if gpu_memory_utilization is not None:
         if on_cpu:
             raise ValueError("a server on a CPU takes no GPU memory: leave gpu_memory_utilization out")

@@ -62,13 +62,7 @@ async def call(
         RefusedError: 400, 413, 422.
         EngineError: any other status than 200, with what the server says; or no JSON.
     """
-    response = await _send(client, address, path, body, timeout_s)
-    if response.status_code == 429 or response.status_code >= 500:
-        raise ServerFault(_status(path, response), "busy" if response.status_code in (429, 503) else "failed")
-    if response.status_code == 401:
-        raise KeyRefusedError(f"{_status(path, response)}; set VLLM_API_KEY to the key that it was started with")
-    if response.status_code != 200:
-        raise (RefusedError if response.status_code in (400, 413, 422) else EngineError)(_status(path, response))
+    response = await tell(client, address, path, body, timeout_s=timeout_s)
     try:
         answer = response.json()
     except (JSONDecodeError, UnicodeDecodeError) as error:
@@ -76,6 +70,20 @@ async def call(
     if not isinstance(answer, dict):
         raise EngineError(f"{path} answered no JSON object: {_start(response.text)}")
     return answer
+
+
+async def tell(
+    client: httpx.AsyncClient, address: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float
+) -> httpx.Response:
+    """As `call`, where the answer may be anything."""
+    response = await _send(client, address, path, body, timeout_s)
+    if response.status_code == 429 or response.status_code >= 500:
+        raise ServerFault(_status(path, response), "busy" if response.status_code in (429, 503) else "failed")
+    if response.status_code == 401:
+        raise KeyRefusedError(f"{_status(path, response)}; set VLLM_API_KEY to the key that it was started with")
+    if response.status_code != 200:
+        raise (RefusedError if response.status_code in (400, 413, 422) else EngineError)(_status(path, response))
+    return response
 
 
 async def check_health(client: httpx.AsyncClient, address: str, *, timeout_s: float) -> None:

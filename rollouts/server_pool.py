@@ -92,7 +92,7 @@ class ServerPool:
         accept: Callable[[Checked], None],
     ) -> None:
         self._client = client
-        self._wanted = wanted
+        self.wanted = wanted
         self._capacity = capacity
         self._patience = patience
         self._accept = accept
@@ -189,7 +189,7 @@ class ServerPool:
             return await self._check(server)
         timeout_s = self._patience.request_timeout_s
         return await check_weights_changed(
-            self._client, server.address, self._wanted, server.checked, timeout_s=timeout_s
+            self._client, server.address, self.wanted, server.checked, timeout_s=timeout_s
         )
 
     async def close(self) -> None:
@@ -310,8 +310,8 @@ class ServerPool:
     async def _probe(self, server: Server) -> None:
         lost, checked, began_s = server.lost, server.checked, asyncio.get_running_loop().time()
         assert checked is not None
-        wire, ids = checked.wire, probe_ids(self._wanted.vocab_size)
-        body = wire.ask_top(ids, temperature=1.0, model=self._wanted.adapter)
+        wire, ids = checked.wire, probe_ids(self.wanted.vocab_size)
+        body = wire.ask_top(ids, temperature=1.0, model=self.wanted.adapter)
         try:
             # As long as the request has left: a batch that is full of long completions lets the probe wait too.
             await call(self._client, server.address, wire.path, body, timeout_s=self._patience.request_timeout_s / 2)
@@ -383,7 +383,7 @@ class ServerPool:
 
     async def _check(self, server: Server) -> Checked:
         try:
-            return await check_server(self._client, server.address, self._wanted)
+            return await check_server(self._client, server.address, self.wanted)
         except EngineError as error:
             raise ValueError(f"server {server.address}: {error}") from error
 

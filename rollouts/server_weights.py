@@ -21,12 +21,14 @@ import httpx
 
 from rollouts.engine import EngineError
 from rollouts.server_command import TCP_BACKEND
-from rollouts.server_http import ServerFault, call
+from rollouts.server_http import ServerFault, call, tell
 from rollouts.weight_transfer import WeightChannel, update_info
 from rollouts.weight_transfer_tcp import TcpChannel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rollouts.engine_adapter import AdapterWeights
 
 T = TypeVar("T")
 
@@ -124,6 +126,15 @@ class WeightSync:
         finally:
             await self._leave_no_server_paused()
 
+    async def send_adapter(self, adapter: AdapterWeights, name: str, version: str, *, takes_a_place: bool) -> None:
+        """Send a LoRA adapter's tensors alone. `takes_a_place`: the servers served one under `name` before."""
+        try:
+            facts = await self._pause()
+            if self._left and not self.outcome.failed:
+                await self._send_adapter(facts, adapter, name, version, takes_a_place)
+        finally:
+            await self._leave_no_server_paused()
+
     async def _pause(self) -> dict[str, WorkerFacts]:
         """Stop all of them, and ask what they are; nothing has changed yet."""
         await self._to_all(self._hold)
@@ -155,6 +166,30 @@ class WeightSync:
         self.outcome.is_changed = True
         try:
             await self._together(channel, take, channel.send(tensors, dtype))
+        finally:
+            await channel.close()
+
+    async def _send_adapter(
+        self, facts: Mapping[str, WorkerFacts], adapter: AdapterWeights, name: str, version: str, takes_a_place: bool
+    ) -> None:
+        """The workers write it to a folder of their own machine, from which vLLM loads it as any other adapter."""
+        dtype = _the_same({server: fact.dtype for server, fact in facts.items()})
+        channel = TcpChannel({server: fact.workers for server, fact in facts.items()}, timeout_s=self._left_s())
+        told = {"info": update_info(adapter.tensors, dtype), "config": dict(adapter.config)}
+
+        async def take(server: str) -> None:
+            await self._call(server, "/update_weight_version", new_version=unfinished(version))
+            asked = told | {"trainer": channel.init_info(server)}
+            answer = await self._call(server, "/collective_rpc", method="take_policy_adapter", kwargs=asked)
+            put = answer["results"][0]
+            if not put["is_loaded"]:
+                load = {"lora_name": name, "lora_path": put["path"], "load_inplace": takes_a_place}
+                await tell(self._client, server, "/v1/load_lora_adapter", load, timeout_s=self._left_s())
+            await self._release(server, version)
+
+        self.outcome.is_changed = True
+        try:
+            await self._together(channel, take, channel.send(adapter.tensors, dtype))
         finally:
             await channel.close()
 
@@ -244,15 +279,20 @@ class WeightSync:
         return max(round(self._started_s + self._timeout_s - self._clock(), 2), 0.01)
 
 
-async def prepare_for_weights(client: httpx.AsyncClient, server: str) -> None:
-    """See that a server takes weights, and let it go on where a run that was killed left it paused.
+async def prepare_for_weights(client: httpx.AsyncClient, server: str, *, adapter_rank: int = 0) -> None:
+    """See that a server takes weights, or adapters of a rank, and let it go on where a run that was killed left it
+    paused.
 
     Raises:
-        ServerFault: it does not answer.
-        ValueError: it takes no weights.
+        ValueError: it does not answer, or takes none.
     """
     try:
-        await worker_facts(client, server, timeout_s=_RESUME_S)
+        facts = await worker_facts(client, server, timeout_s=_RESUME_S)
+        if facts.lora_rank < adapter_rank:
+            raise EngineError(
+                f"it has room for adapters up to rank {facts.lora_rank}, {adapter_rank} is needed; {HOW_TO_START} "
+                f"--adapter-rank {adapter_rank}"
+            )
         await call(client, server, "/resume", {}, timeout_s=_RESUME_S)
     except (EngineError, ServerFault) as error:
         raise ValueError(f"server {server}: {error}") from error

@@ -8,8 +8,11 @@ module in each worker, which makes the back-end known, and mixes the class's met
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollouts.engine_adapter import AdapterWeights, write_adapter
 from rollouts.engine_vllm_worker import repack_embeddings
 from rollouts.server_command import TCP_BACKEND
 from rollouts.weight_transfer_tcp import receive_tensors
@@ -100,6 +104,10 @@ class PolicyTransfer:
     vllm_config: Any  # the worker's own
     model_runner: Any
     weight_transfer_engine: Any
+    list_loras: Any
+    add_lora: Any
+    _other_adapters: set[int] | None = None
+    """Those that were there before a trainer sent one."""
     _weight_update_active: bool
 
     def begin_policy_sync(self) -> dict[str, Any]:
@@ -120,6 +128,24 @@ class PolicyTransfer:
             "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
             "joined": group is not None,
         }
+
+    def take_policy_adapter(
+        self, trainer: dict[str, Any], info: dict[str, Any], config: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Receive an adapter and put it into a folder of this machine, from which vLLM loads it: the first one by its
+        own address, which gives it a name; those after it here, in its place. (In its place by that address, vLLM 0.32
+        would read the folder again in every step.)"""
+        from vllm.lora.request import LoRARequest
+
+        adapter = AdapterWeights(tensors=dict(receive_tensors(trainer, info)), config=config)
+        path = write_adapter(adapter, Path(gettempdir()) / f"agentgrad-adapter-{os.getpid()}")
+        loaded = set(self.list_loras())
+        if self._other_adapters is None:
+            self._other_adapters = loaded
+        ours = loaded - self._other_adapters
+        for number in ours:
+            self.add_lora(LoRARequest("policy", number, str(path), load_inplace=True))
+        return {"path": str(path), "is_loaded": len(ours) == 1}
 
 
 def _register() -> None:

@@ -50,10 +50,17 @@ def renderer_of(config: RolloutConfig, model: str) -> Renderer:
 
 @asynccontextmanager
 async def open_runner(
-    config: RolloutConfig, *, model: str, seed: int, ledger: Ledger, trains: bool = False, can_sleep: bool = False
+    config: RolloutConfig,
+    *,
+    model: str,
+    seed: int,
+    ledger: Ledger,
+    trains: bool = False,
+    adapter_rank: int = 0,
+    can_sleep: bool = False,
 ) -> AsyncIterator[Runner]:
-    """A runner over a model folder. `trains`: its engine will be given a trainer's weights; `can_sleep`: and told to
-    give its memory to that trainer.
+    """A runner over a model folder. `trains`: its engine will be given a trainer's weights, or with an `adapter_rank`
+    its adapters alone; `can_sleep`: and told to give its memory to that trainer.
 
     Raises:
         ValueError: the folder, its tokenizer or its chat template cannot be used, no turn fits the context, or a money
@@ -74,6 +81,7 @@ async def open_runner(
                 constrain_calls=config.sampling.constrain_calls,
                 can_sleep=can_sleep,
                 takes_weights=trains,
+                adapter_rank=adapter_rank,
                 wall_clock_s=config.limits.wall_clock_s,
             ),
             ledger,

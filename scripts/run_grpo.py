@@ -112,6 +112,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
                     seed=settings.seed,
                     ledger=ledger,
                     trains=True,
+                    adapter_rank=settings.lora.rank if settings.lora.sync == "adapter" else 0,
                     can_sleep=settings.grpo.vllm_enable_sleep_mode,
                 )
             )
@@ -128,6 +129,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
                 probes=_probes(runner),
                 schedule=settings.rollout.schedule,
                 sleeps=settings.grpo.vllm_enable_sleep_mode,
+                syncs_adapter=settings.lora.sync == "adapter",
                 held_out=_held_out(settings),
             )
             wandb_run = start_wandb(folder, settings.wandb, resolved(settings))

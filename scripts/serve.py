@@ -46,6 +46,7 @@ def _command(arguments: argparse.Namespace) -> ServeCommand:
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         adapters=adapters,
         takes_weights=("tcp" if on_cpu else "nccl") if takes_weights == "auto" else takes_weights,
+        adapter_rank=arguments.adapter_rank,
     )
 
 
@@ -102,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="tcp|nccl",
         help="let a trainer load weights into it, and whoever else reaches the port; unless one is named, over nccl on "
         "a GPU and over tcp on a CPU",
+    )
+    parser.add_argument(
+        "--adapter-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="take LoRA adapters of up to this rank from a trainer too (lora.sync = adapter; default: none)",
     )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"], help="(default: %(default)s)")
     parser.add_argument("--print", action="store_true", help="only print the command")

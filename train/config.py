@@ -73,11 +73,19 @@ class OptimizerConfig(Section):
 
 
 class LoraSettings(Section):
-    """Low-rank adapters instead of all weights. Engines and checkpoints still get full weights."""
+    """Low-rank adapters instead of all weights. Checkpoints still get full weights."""
 
     rank: int = Field(default=0, ge=0)
     """0: no adapters, all weights are trained."""
     alpha: int = Field(default=32, ge=1)
+    sync: Literal["merged", "adapter"] = "merged"
+    """What the engine gets: full weights, or the adapters alone, which is less to send and samples slower."""
+
+    @model_validator(mode="after")
+    def _sync_has_an_adapter(self) -> Self:
+        if self.sync == "adapter" and not self.rank:
+            raise ValueError("sync = 'adapter' needs a rank above 0: there are no adapters to send")
+        return self
 
 
 class GrpoConfig(Section):

@@ -41,7 +41,7 @@ from train.config import CheckpointConfig, GrpoConfig, HeldOutConfig
 from train.group_feed import FeedState, GroupFeed, StepGroups
 from train.held_out import evaluate_held_out, metrics_of
 from train.learner import Learner
-from train.lora import full_state_dict
+from train.lora import adapter_weights, full_state_dict
 from train.metrics import MetricsLog
 from train.step_samples import mini_batches, samples_and_metrics, why_lost
 
@@ -55,7 +55,8 @@ _GO_ON = "start the same command again to go on from the last checkpoint"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """What process 0 samples with. `probes` are fixed token ids on which engine and trainer must agree; `sleeps`: the
-    engine gives its memory to the trainer during updates. `held_out` tasks are what evaluations attempt."""
+    engine gives its memory to the trainer during updates; `syncs_adapter`: it gets adapters and no full weights.
+    `held_out` tasks are what evaluations attempt."""
 
     runner: Runner
     engine: Engine
@@ -63,6 +64,7 @@ class Sampling:
     probes: Sequence[Sequence[int]]
     schedule: ScheduleConfig
     sleeps: bool = False
+    syncs_adapter: bool = False
     held_out: Sequence[Task] = ()
 
 
@@ -258,7 +260,10 @@ class GrpoRun:
 
     async def _sync(self, sampling: Sampling, version: int, *, is_updated: bool = False) -> SyncReport:
         """Give the trainer's weights to the engine, and check that they arrived."""
-        report = await sampling.engine.load_weights(full_state_dict(self.learner.model), version)
+        if sampling.syncs_adapter:
+            report = await sampling.engine.load_adapter(adapter_weights(self.learner.model), version)
+        else:
+            report = await sampling.engine.load_weights(full_state_dict(self.learner.model), version)
         check_pushed(report, is_updated=is_updated)
         self.last_check = await check_weights(
             sampling.engine, self.learner.score, sampling.probes, self.config.sync_tolerance, self.last_check

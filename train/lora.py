@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rollouts.engine_adapter import AdapterWeights
 from train.config import LoraSettings
 from train.model import load_model
 
@@ -132,6 +133,39 @@ def _active(module: Any) -> list[str]:
     """The adapters in use, of PEFT's wrapper of a whole module."""
     active = module.active_adapters
     return [active] if isinstance(active, str) else list(active)
+
+
+@torch.no_grad()
+def adapter_weights(model: nn.Module) -> AdapterWeights:
+    """The adapter alone, as PEFT would save it, for engines that sample with it beside the frozen weights.
+
+    Raises:
+        ValueError: the model has no adapters, trains more than them, or scales them in different ways.
+    """
+    layers = {plain_name(name): layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    tensors: dict[str, Tensor] = {}
+    scales: set[tuple[int, float]] = set()
+    for name, layer in layers.items():
+        for adapter in layer.active_adapters:
+            for matrix, modules in (("A", layer.lora_A), ("B", layer.lora_B)):
+                if adapter in modules:
+                    tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = modules[adapter].weight  # type: ignore[assignment]
+                    scales.add((layer.r[adapter], layer.scaling[adapter]))
+    others = [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".lora_" not in name]
+    if others or any(layer.lora_variant for layer in layers.values()):
+        raise ValueError(f"lora: {(others or list(layers))[0]} is more than an adapter; set lora.sync to merged")
+    if len(scales) != 1:
+        raise ValueError(f"lora: an adapter has one rank and one scale, this model has {scales or 'no adapters'}")
+    ((rank, scale),) = scales
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "bias": "none",
+    }
+    return AdapterWeights(tensors=tensors, config=config)
 
 
 def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -26,12 +26,19 @@ class RealServer:
     more: further arguments of vLLM's.
     """
 
-    def __init__(self, model: Path, log: Path, *, max_context_tokens: int, more: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: Path, log: Path, *, max_context_tokens: int, adapter_rank: int = 0, more: Sequence[str] = ()
+    ) -> None:
         self._log = log
         self._more = tuple(more)
         self._port = _free_port()
         self._command = serve_command(
-            str(model), on_cpu=True, port=self._port, max_context_tokens=max_context_tokens, takes_weights="tcp"
+            str(model),
+            on_cpu=True,
+            port=self._port,
+            max_context_tokens=max_context_tokens,
+            takes_weights="tcp",
+            adapter_rank=adapter_rank,
         )
         self.start()
 

@@ -92,7 +92,7 @@ class StubServer:
         self.name, self.max_model_len, self.adapters = name, max_model_len, tuple(adapters)
         self.scale_out, self.token_ids, self.processed, self.dev_mode = scale_out, token_ids, processed, dev_mode
         self.version, self.vocab_size, self.bias = version, vocab_size, bias
-        self.start_version, self.api_key = version, api_key
+        self.start_version, self.api_key, self.start_adapters = version, api_key, self.adapters
         self.page, self.page_status = "", 200
         self.faults: deque[Fault] = deque()
         self.health: Fault = 200
@@ -111,6 +111,8 @@ class StubServer:
         self.keeps_caches = False
         """A reset of the prefix cache is refused."""
         self.dtype = "float32"
+        self.lora_rank = 0
+        self.adapter_config: dict[str, Any] = {}
         self.takes = True
         """Whether it was started to take weights."""
         self.weights: dict[str, torch.Tensor] = {}
@@ -130,6 +132,7 @@ class StubServer:
     def start(self) -> None:
         """Listen, on the port that it had before; its weights are those it was made with."""
         self.version, self._dead, self.is_paused = self.start_version, False, False
+        self.adapters = self.start_adapters
         self._server = _Listener(("127.0.0.1", self.port), partial(_Handler, self))
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -227,8 +230,16 @@ class StubServer:
         match path.partition("?")[0]:
             case "/pause" | "/resume":
                 self.is_paused = path.startswith("/pause")
+            case "/collective_rpc" if body["method"] == "take_policy_adapter":
+                self._trainer = body["kwargs"]["trainer"]
+                self.weights, self.adapter_config = {}, body["kwargs"]["config"]
+                status, said = self._take(body["kwargs"]["info"])
+                put = {"path": "/tmp/adapter", "is_loaded": bool(self.adapters)}
+                return (status, {"results": [put]}) if status == 200 else (status, said)
             case "/collective_rpc":
                 return self._facts()
+            case "/v1/load_lora_adapter":
+                self.adapters = (body["lora_name"],)
             case "/init_weight_transfer_engine":
                 self._trainer = body["init_info"]
             case "/start_weight_update":
@@ -249,7 +260,7 @@ class StubServer:
     def _facts(self) -> tuple[int, dict[str, Any]]:
         if not self.takes:
             return _error(500, "'CPUWorker' object has no attribute 'begin_policy_sync'")
-        facts = {"backend": "agentgrad_tcp", "dtype": self.dtype, "lora_rank": 0, "joined": False}
+        facts = {"backend": "agentgrad_tcp", "dtype": self.dtype, "lora_rank": self.lora_rank, "joined": False}
         return 200, {"results": [facts]}
 
     def _take(self, info: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -15,11 +15,11 @@ from transformers import LlamaForCausalLM
 
 from data.types import Completion, SamplingParams
 from rollouts.engine import EngineError
-from rollouts.engine_adapter import read_adapter_facts
+from rollouts.engine_adapter import lora_room, read_adapter, read_adapter_facts
 from rollouts.engine_checks import read_model_facts
 from rollouts.engine_transformers import TransformersEngine
 from rollouts.engine_vllm import VllmEngine
-from rollouts.engine_vllm_start import VllmOptions, lora_room
+from rollouts.engine_vllm_start import VllmOptions
 from tests.requirements import require
 from tests.rollouts.tiny_llama import make_llama, reference_logprobs, save_llama, some_prompt
 
@@ -126,6 +126,15 @@ def test_another_adapter_takes_over_with_its_version(engine: LoraEngine, adapter
     assert {version for c in new for version in c.policy_version} == {7}
     assert {version for c in old for version in c.policy_version} == {8}
     assert all(not c.cached_prompt_tokens for c in new)
+
+
+def test_an_adapter_may_be_given_in_memory(engine: LoraEngine, adapters: Adapters) -> None:
+    folder, model = adapters["scaled"]
+    report = asyncio.run(engine.load_adapter(read_adapter(folder), 9))
+    assert report.tensors == len(read_adapter(folder).tensors)
+    check_sampled_from(asyncio.run(sample(engine)), model)
+    assert asyncio.run(engine.load_adapter(folder, 10)).changed == 0
+    check_sampled_from(asyncio.run(sample(engine)), model)
 
 
 def test_full_weights_under_an_adapter_are_refused(engine: LoraEngine) -> None:

@@ -6,17 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.types import Completion
 from rollouts.engine import EngineError
+from rollouts.engine_adapter import AdapterWeights
 from rollouts.engine_server import ServerEngine
 from rollouts.server_patience import Patience
 from tests.rollouts.stub_fleet import run_one, sample_all, sampling, until
-from tests.rollouts.stub_server import VOCAB_SIZE, StubServer
+from tests.rollouts.stub_server import VOCAB_SIZE, StubServer, save_stub_model
 
 
 def test_every_token_says_the_version_that_sampled_it_and_old_ones_are_counted(
@@ -265,4 +268,81 @@ def test_servers_that_take_no_weights_are_refused_with_how_to_start_them(
     engine = connect(server)
     with pytest.raises(EngineError, match=r"404|begin_policy_sync"):
         asyncio.run(engine.load_weights(weights(), 1))
+    assert run_one(engine).policy_version == (0,) * 6
+
+
+def adapter(scale: float = 1.0) -> AdapterWeights:
+    name = "base_model.model.model.layers.0.mlp.up_proj"
+    return AdapterWeights(
+        tensors={
+            f"{name}.lora_A.weight": torch.ones(2, 4) * scale,
+            f"{name}.lora_B.weight": torch.ones(6, 2) * 2 * scale,
+        },
+        config={"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"], "bias": "none"},
+    )
+
+
+@pytest.fixture
+def lora_model(tmp_path: Path) -> Path:
+    folder = save_stub_model(tmp_path / "stub")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.up_proj.weight": torch.zeros(6, 4)}, folder / "model.safetensors")
+    return folder
+
+
+def test_an_adapter_alone_is_sent_and_sampled_with(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], lora_model: Path
+) -> None:
+    servers = [stub(), stub()]
+    for server in servers:
+        server.lora_rank = 8
+    engine = connect(*servers, model=lora_model, adapter_rank=2)
+    for version, scale in ((1, 1.0), (2, 3.0), (3, 3.0)):
+        report = asyncio.run(engine.load_adapter(adapter(scale), version))
+        assert run_one(engine).policy_version == (version,) * 6
+        for server in servers:
+            assert all(torch.equal(server.weights[name], tensor) for name, tensor in adapter(scale).tensors.items())
+            assert server.adapter_config["lora_alpha"] == 4
+            assert all(body["model"] == "policy" for body in server.asked)
+    assert (report.tensors, report.changed, report.caches_dropped, report.sent_bytes) == (2, 0, 2, 80)
+    assert [server.posts.count("/v1/load_lora_adapter") for server in servers] == [1, 1]
+    with pytest.raises(EngineError, match="would put it on top"):
+        asyncio.run(engine.load_weights(weights(), 4))
+
+
+def test_case_c12_a_server_that_fails_to_load_an_adapter_stays_out(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], lora_model: Path
+) -> None:
+    servers = [stub(), stub()]
+    for server in servers:
+        server.lora_rank = 8
+    engine = connect(*servers, model=lora_model, adapter_rank=2, patience=HURRIED)
+    servers[1].sync_faults["/v1/load_lora_adapter"] = 500
+    with pytest.raises(EngineError, match=f"server {servers[1].address}: /v1/load_lora_adapter answered 500"):
+        asyncio.run(engine.load_adapter(adapter(), 1))
+    assert run_one(engine).policy_version == (1,) * 6
+    assert not servers[1].asked
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_servers_without_room_for_the_adapter_are_refused(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], lora_model: Path, rank: int
+) -> None:
+    server = stub()
+    server.lora_rank = rank
+    with pytest.raises(ValueError, match=f"room for adapters up to rank {rank}, 2 is needed; .*--adapter-rank 2"):
+        connect(server, model=lora_model, adapter_rank=2)
+
+
+def test_case_c11_an_adapter_that_does_not_fit_is_refused_before_anything_is_sent(
+    stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], lora_model: Path
+) -> None:
+    server = stub()
+    server.lora_rank = 8
+    engine = connect(server, model=lora_model, adapter_rank=2)
+    wrong = {name.replace("layers.0", "layers.7"): tensor for name, tensor in adapter().tensors.items()}
+    for given in (wrong, {}):
+        with pytest.raises(ValueError, match=r"no model\.layers\.7|no tensors"):
+            asyncio.run(engine.load_adapter(AdapterWeights(tensors=given, config=adapter().config), 1))
+    assert "/pause?mode=keep&clear_cache=false" not in server.posts
     assert run_one(engine).policy_version == (0,) * 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from rollouts.engine import EngineError
 from rollouts.engine_checks import check_weights_fit, read_model_facts
+from rollouts.engine_transformers import TransformersEngine
 from tests.random_samples import random_samples, tiny_learner, tiny_model
 from train.checkpoint import save_checkpoint
 from train.config import GrpoConfig, LoraSettings, OptimizerConfig
 from train.group_feed import FeedState
 from train.learner import Learner
-from train.lora import add_lora, full_state_dict, load_trained
+from train.lora import adapter_weights, add_lora, full_state_dict, load_trained
 from train.model import score
 
 IDS = [9, 30, 41, 12, 77, 25, 60]
@@ -96,6 +98,38 @@ def test_case_c11_a_tied_head_that_was_trained_alone_is_an_error(tmp_path: Path,
     full = full_state_dict(wrapped(tiny_model(tie_word_embeddings=True), **changed))
     with pytest.raises(EngineError, match=r"it ties lm_head\.weight to model\.embed_tokens\.weight, and they differ"):
         check_weights_fit(full, read_model_facts(tmp_path))
+
+
+def test_an_adapter_alone_is_sampled_with_as_the_merged_weights_are(tmp_path: Path) -> None:
+    model = trained().model.eval()
+    tiny_model().save_pretrained(tmp_path)
+    alone, merged = TransformersEngine(tmp_path), TransformersEngine(tmp_path)
+
+    async def scores() -> list[list[float]]:
+        report = await alone.load_adapter(adapter_weights(model), 1)
+        assert report.tensors == 2 * 2 * 7
+        await merged.load_weights(full_state_dict(model), 1)
+        both = [await engine.score(IDS) for engine in (alone, merged)]
+        await alone.close()
+        await merged.close()
+        return both
+
+    for engine_scores in asyncio.run(scores()):
+        assert engine_scores == pytest.approx(score(model, IDS), abs=1e-5)
+
+
+def test_case_c09_an_adapter_is_not_empty_and_leaves_nothing_behind() -> None:
+    with pytest.raises(ValueError, match="no adapters"):
+        adapter_weights(frozen(tiny_model()))
+    with pytest.raises(ValueError, match=r"norm.* is more than an adapter; set lora\.sync to merged"):
+        adapter_weights(wrapped(tiny_model(), modules_to_save=["norm"]))
+    assert len(adapter_weights(wrapped(tiny_model())).tensors) == 2 * 2 * 2
+
+
+def frozen(model: PreTrainedModel) -> PreTrainedModel:
+    for parameter in model.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    return model
 
 
 def test_case_c11_what_is_more_than_low_rank_matrices_is_an_error() -> None:
