@@ -299,9 +299,12 @@ class VllmEngine:
             except Exception as error:
                 raise EngineError(f"vLLM refused adapter {_name(adapter)}: {' '.join(str(error).split())}") from error
             llm.set_weight_version(str(policy_version))
+            tensors = (read_adapter(path) if isinstance(adapter, Path) else adapter).tensors
+            if llm.vllm_config.device_config.device_type == "cpu" and not any("lm_head" in name for name in tensors):
+                llm.collective_rpc("free_policy_head")
         self._lora = LoRARequest("adapter", 1, str(path))
         self.policy_version = policy_version
-        return self._report((read_adapter(path) if isinstance(adapter, Path) else adapter).tensors)
+        return self._report(tensors)
 
     def _report(self, tensors: Mapping[str, Tensor]) -> SyncReport:
         return SyncReport(

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollouts.engine_adapter import AdapterWeights, write_adapter
-from rollouts.engine_vllm_worker import repack_embeddings
+from rollouts.engine_vllm_worker import free_head, repack_embeddings
 from rollouts.server_command import TCP_BACKEND
 from rollouts.weight_transfer_tcp import receive_tensors
 
@@ -139,6 +139,8 @@ class PolicyTransfer:
 
         adapter = AdapterWeights(tensors=dict(receive_tensors(trainer, info)), config=config)
         path = write_adapter(adapter, Path(gettempdir()) / f"agentgrad-adapter-{os.getpid()}")
+        if self.model_runner.device.type == "cpu" and not any("lm_head" in name for name in adapter.tensors):
+            free_head(self.model_runner.get_model())
         loaded = set(self.list_loras())
         if self._other_adapters is None:
             self._other_adapters = loaded

@@ -120,6 +120,7 @@ class StubServer:
         self.stops_after = 1 << 30
         """So many tensors are read in a sync; then it stands still."""
         self._trainer: dict[str, Any] = {}
+        self._death: threading.Thread | None = None
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self.port = 0
@@ -131,6 +132,8 @@ class StubServer:
 
     def start(self) -> None:
         """Listen, on the port that it had before; its weights are those it was made with."""
+        if self._death is not None:
+            self._death.join()
         self.version, self._dead, self.is_paused = self.start_version, False, False
         self.adapters = self.start_adapters
         self._server = _Listener(("127.0.0.1", self.port), partial(_Handler, self))
@@ -146,6 +149,11 @@ class StubServer:
             for connection in self._connections:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def die(self) -> None:
+        """`kill`, asked for by one of its own requests."""
+        self._death = threading.Thread(target=self.kill)
+        self._death.start()
 
     def close(self) -> None:
         if not self._dead:
@@ -339,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             fault = self._stub.sync_faults.get(self.path.partition("?")[0])
             if fault == "die":
-                threading.Thread(target=self._stub.kill).start()
+                self._stub.die()
                 fault = "hang"
             status, answer = (200, {}) if fault else self._stub.dev(self.path, body)
             self._say_or_fail(fault, status, answer)

@@ -128,6 +128,19 @@ def test_another_adapter_takes_over_with_its_version(engine: LoraEngine, adapter
     assert all(not c.cached_prompt_tokens for c in new)
 
 
+def test_a_prompt_is_scored_beside_requests_that_sample(engine: LoraEngine, adapters: Adapters) -> None:
+    async def both() -> tuple[list[Completion], list[float]]:
+        work = asyncio.create_task(sample(engine))
+        await asyncio.sleep(0.01)
+        scores = await engine.score(some_prompt(4))
+        return await work, scores
+
+    for _ in range(3):
+        completions, scores = asyncio.run(both())
+        check_sampled_from(completions, adapters["first"][1])
+        assert scores == pytest.approx(reference_logprobs(adapters["first"][1], some_prompt(4)), abs=1e-4)
+
+
 def test_an_adapter_may_be_given_in_memory(engine: LoraEngine, adapters: Adapters) -> None:
     folder, model = adapters["scaled"]
     report = asyncio.run(engine.load_adapter(read_adapter(folder), 9))

@@ -1,5 +1,7 @@
-"""A real server that takes a trainer's adapters, twice, the second time while a request runs. (`tests/contracts` does the
-same with full weights.)"""
+"""A real server that takes a trainer's adapters, twice, the second time while a request runs.
+
+`tests/contracts` does the same with full weights.
+"""
 
 from __future__ import annotations
 
