@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,9 @@ def test_the_servers_that_live_get_weights_without_the_one_that_is_gone(
         asyncio.run(engine.load_weights(weights(), 4))
 
 
-HURRIED = Patience(health_interval_s=0.05, request_timeout_s=30, backoff_s=0.02, recovery_s=1, sync_timeout_s=2.0)
+HURRIED = Patience(health_interval_s=0.05, request_timeout_s=30, backoff_s=0.02, recovery_s=1, sync_timeout_s=6.0)
+"""For servers that hang: all others must be done by then, on a busy machine too."""
+CALM = replace(HURRIED, sync_timeout_s=60.0)
 
 
 @pytest.mark.parametrize("step", ["/update_weight_version", "/start_weight_update", "/update_weights", "/resume"])
@@ -177,7 +180,7 @@ def test_case_c12_a_server_that_fails_in_a_sync_is_an_error_in_time_and_nothing_
     stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], fault: Any, step: str
 ) -> None:
     servers = [stub(), stub()]
-    engine = connect(*servers, takes_weights=True, patience=HURRIED)
+    engine = connect(*servers, takes_weights=True, patience=HURRIED if fault == "hang" else CALM)
     servers[1].sync_faults[step] = fault
     with pytest.raises(EngineError, match="1 of 2 servers did not take the weights: ") as caught:
         asyncio.run(engine.load_weights(weights(), 3))
@@ -202,7 +205,7 @@ def test_case_c12_before_anything_is_sent_a_fault_leaves_all_servers_as_they_wer
     stub: Callable[..., StubServer], connect: Callable[..., ServerEngine], fault: Any, step: str
 ) -> None:
     servers = [stub(), stub()]
-    engine = connect(*servers, takes_weights=True, patience=HURRIED)
+    engine = connect(*servers, takes_weights=True, patience=HURRIED if fault == "hang" else CALM)
     asyncio.run(engine.load_weights(weights(), 3))
     servers[1].sync_faults[step] = fault
     with pytest.raises(EngineError, match=servers[1].address):
@@ -221,7 +224,7 @@ def test_case_c12_one_that_stops_reading_in_the_middle_holds_nobody_up_for_ever(
     began_s = time.monotonic()
     with pytest.raises(EngineError, match=f"server {servers[1].address}: .*no answer within"):
         asyncio.run(engine.load_weights(weights(), 3))
-    assert time.monotonic() - began_s < 60  # it has 2 s; the machine may be busy
+    assert time.monotonic() - began_s < 60  # it has 6 s; the machine may be busy
     assert run_one(engine).policy_version == (3,) * 6
 
 
@@ -229,7 +232,7 @@ def test_case_c12_where_no_server_took_them_nothing_is_sampled(
     stub: Callable[..., StubServer], connect: Callable[..., ServerEngine]
 ) -> None:
     server = stub()
-    engine = connect(server, takes_weights=True, patience=HURRIED)
+    engine = connect(server, takes_weights=True, patience=CALM)
     server.sync_faults["/update_weights"] = 500
     with pytest.raises(EngineError, match="1 of 1 servers did not take the weights"):
         asyncio.run(engine.load_weights(weights(), 3))
@@ -316,7 +319,7 @@ def test_case_c12_a_server_that_fails_to_load_an_adapter_stays_out(
     servers = [stub(), stub()]
     for server in servers:
         server.lora_rank = 8
-    engine = connect(*servers, model=lora_model, adapter_rank=2, patience=HURRIED)
+    engine = connect(*servers, model=lora_model, adapter_rank=2, patience=CALM)
     servers[1].sync_faults["/v1/load_lora_adapter"] = 500
     with pytest.raises(EngineError, match=f"server {servers[1].address}: /v1/load_lora_adapter answered 500"):
         asyncio.run(engine.load_adapter(adapter(), 1))
