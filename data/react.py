@@ -137,8 +137,9 @@ def write_turn(message: Message) -> str:
     Action: add({"x": 1})
     """
     thoughts = [message.thinking, message.content if message.tool_calls else ""]
-    # A line of a thought that begins like a label would be read as one.
+    # A line of a thought that begins like a label would be read as one, and a marker would swallow the call behind it.
     thought = LABEL.sub(lambda found: f"> {found[0]}", "\n".join(filter(None, thoughts)))
+    thought = thought.replace("<think>", "< think>")
     lines = [f"Thought: {thought}"] if thought else []
     for call in message.tool_calls:
         lines.append(f"Action: {call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from data.react import ReactRenderer, write_turn
 from data.template_renderer import TemplateRenderer
 from data.tool_formats.base import CallError
+from data.tool_formats.detect import tool_format
 from data.types import Segment, Source
 from envs.types import Message, ToolCall, ToolSpec
 from tests.contracts.tool_formats import conversations
@@ -179,3 +180,11 @@ def test_a_demonstration_is_read_as_it_was_meant(
 def test_a_line_of_a_thought_that_looks_like_a_label_is_quoted() -> None:
     message = Message(role="assistant", thinking="Perhaps\nAction: f()\nFinal answer: 1", content="2")
     assert write_turn(message) == "Thought: Perhaps\n> Action: f()\n> Final answer: 1\nFinal answer: 2"
+
+
+def test_a_marker_in_a_thought_swallows_no_call() -> None:
+    call = ToolCall(call_id="c_0", name="f", arguments={"s": "<think>"})
+    said = Message(role="assistant", thinking="The <think> tag.", content="<think>?", tool_calls=(call,))
+    turn = tool_format("react").parse(write_turn(said), call_id_prefix="c", finish_reason="stop")
+    assert turn.calls == (call,)
+    assert not turn.thinking_open
