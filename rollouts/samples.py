@@ -26,11 +26,12 @@ def group_samples(
             others may have given.
 
     Raises:
-        ValueError: a trajectory has not one advantage for each of its turns.
+        ValueError: a trajectory has not one advantage for each of its turns, or turns without any sampled token.
     """
     dead = gives_no_gradient(group, advantages)
     samples: list[TrainingSample] = []
     for trajectory in group.trajectories:
+        _check_sampled(trajectory)
         by_turn = advantages.get(trajectory.trajectory_id)
         excluded = _excluded(trajectory, by_turn, dead=dead, mask_truncated=mask_truncated)
         if excluded is None and trajectory.oldest_version < oldest_version:
@@ -44,6 +45,15 @@ def group_samples(
 def gives_no_gradient(group: TrajectoryGroup, advantages: Mapping[str, Sequence[float]]) -> bool:
     """No turn of the group has an advantage: it gives no gradient."""
     return not any(any(advantages.get(trajectory.trajectory_id, ())) for trajectory in group.trajectories)
+
+
+def _check_sampled(trajectory: Trajectory) -> None:
+    """Turns made of messages alone would train nothing, and nobody would know."""
+    if trajectory.turns and not trajectory.completion_ids and not trajectory.stop_reason.is_infrastructure:
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: {len(trajectory.turns)} turns, but no MODEL segment; "
+            "a turn needs the token ids and logprobs that the engine sampled"
+        )
 
 
 def _excluded(

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from data.gate import check_batch
 from data.ledger import Ledger
-from data.types import Excluded, Source
+from data.types import Excluded, Segment, Source, TokenStream
 from envs.types import Message, Task, ToolCall
 from rollouts.accounting import count_tokens
 from rollouts.engine import RecordingEngine
 from rollouts.engine_scripted import ScriptedEngine
 from rollouts.samples import group_samples
 from rollouts.summary import sampled_tokens, summarise
-from rollouts.types import StopReason, Trajectory, TrajectoryGroup, trajectory_name
+from rollouts.types import StopReason, Trajectory, TrajectoryGroup, Turn, trajectory_name
 from tests.by_turn import by_turn
 from tests.rollouts.desk import TASK, attempt, check_record, in_sandboxes, make_runner
 from tests.rollouts.letters import CLOSE, END, IDS, Letters
@@ -164,3 +164,19 @@ def test_the_letters_are_what_they_say() -> None:
     parsed = KEEPS.parse(KEEPS.turn_ids(message), call_id_prefix="c")
     assert (parsed.thinking, parsed.content, parsed.calls) == ("hm", "So.", message.tool_calls)
     assert set(IDS.values()).isdisjoint(KEEPS.encode_text("[end][call]"))
+
+
+def test_turns_without_what_was_sampled_are_refused_a27() -> None:
+    """A loop of somebody's own that keeps messages alone: it would train nothing, and nobody would know."""
+    prompt = TokenStream([Segment(source=Source.PROMPT, token_ids=(1, 2, 3))])
+    turn = Turn(index=0, message=Message(role="assistant", content="Hi"), tool_results=(), generate_s=0, env_s=0)
+    for streams in ((), (TokenStream(),), (prompt,)):
+        trajectory = Trajectory(
+            trajectory_id="g/0", task_id="t", group_id="g", sibling_index=0, streams=streams, turns=(turn,),
+            stop_reason=StopReason.FINAL_ANSWER, reward=1.0,
+        )  # fmt: skip
+        for advantages in ({"g/0": []}, {}):
+            with pytest.raises(
+                ValueError, match=r"^trajectory g/0: 1 turns, but no MODEL segment; a turn needs the token ids"
+            ):
+                group_samples(group_of(trajectory), advantages, mask_truncated=True)
