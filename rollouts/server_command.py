@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from rollouts.engine_adapter import lora_room
 
@@ -18,8 +17,6 @@ RETURN_IDS = "--enable-scale-out"
 RETURN_LOGPROBS = "--logprobs-mode processed_logprobs"
 TCP_BACKEND = "agentgrad_tcp"
 """vLLM's name of our way to take weights (`weight_transfer_worker`)."""
-
-WeightsOver = Literal["tcp", "nccl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,7 @@ def serve_command(
     dtype: str = "auto",
     gpu_memory_utilization: float | None = None,
     adapters: Mapping[str, str] | None = None,
-    takes_weights: WeightsOver | None = None,
+    takes_weights: bool = False,
     adapter_rank: int = 0,
 ) -> ServeCommand:
     """The command for one server.
@@ -55,12 +52,12 @@ def serve_command(
         dtype: "auto" = float32 on a CPU, bfloat16 on a GPU, as in `engine.dtype`.
         gpu_memory_utilization: the share of the GPU's memory that it takes; None = vLLM's own.
         adapters: folders of LoRA adapters by the name under which they are served.
-        takes_weights: let a trainer load weights into it (`Engine.load_weights`), over TCP or over NCCL, which is
-            faster and needs a GPU on both sides. This is vLLM's development mode: whoever reaches the port can do so.
+        takes_weights: let a trainer load weights into it (`Engine.load_weights`), over TCP. This is vLLM's development
+            mode: whoever reaches the port can do so.
         adapter_rank: take LoRA adapters up to this rank too (`Engine.load_adapter`).
 
     Raises:
-        ValueError: GPU memory or NCCL is asked for on a CPU, or adapters of a server that takes no weights.
+        ValueError: GPU memory is asked for on a CPU, or adapters of a server that takes no weights.
 
     Worked example: `serve_command("m", on_cpu=False)` is
 
@@ -78,11 +75,8 @@ def serve_command(
         *("--dtype", ("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype),
     ]
     environment: dict[str, str] = {}
-    if takes_weights is not None:
-        if on_cpu and takes_weights == "nccl":
-            raise ValueError("NCCL needs GPUs: a server on a CPU takes its weights over tcp")
-        backend = "nccl" if takes_weights == "nccl" else TCP_BACKEND
-        flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    if takes_weights:
+        flags += ["--weight-transfer-config", json.dumps({"backend": TCP_BACKEND})]
         flags += ["--worker-extension-cls", "rollouts.weight_transfer_worker.PolicyTransfer"]
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     if adapters or adapter_rank:
@@ -90,7 +84,7 @@ def serve_command(
     if adapters:
         flags += ["--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())]
     if adapter_rank:
-        if takes_weights is None:
+        if not takes_weights:
             raise ValueError("a server that takes adapters from a trainer needs takes_weights too")
         flags += ["--max-lora-rank", str(lora_room(adapter_rank))]
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -43,14 +43,12 @@ class WorkerFacts:
 
     workers: how many take the weights, each all of them.
     lora_rank: of the largest adapter that there is room for; 0 = it takes none.
-    joined: whether they are in a group with a trainer already (NCCL).
     """
 
     workers: int
     backend: str
     dtype: str
     lora_rank: int
-    joined: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,7 +90,6 @@ async def worker_facts(client: httpx.AsyncClient, server: str, *, timeout_s: flo
             backend=first["backend"],
             dtype=first["dtype"],
             lora_rank=first["lora_rank"],
-            joined=all(result["joined"] for result in results),
         )
     except (EngineError, KeyError, TypeError, IndexError) as error:
         raise EngineError(f"it takes no weights ({error}); {HOW_TO_START}") from error

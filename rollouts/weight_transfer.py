@@ -1,7 +1,7 @@
 """What is sent when weights are sent: which tensors, in which type, in which pieces, and whether any of them changed.
 
-Nothing here opens a connection. `weight_transfer_tcp` and `weight_transfer_nccl` carry the bytes to the servers,
-`weight_transfer_worker` takes them there.
+Nothing here opens a connection. `weight_transfer_tcp` carries the bytes to the servers, `weight_transfer_worker` takes
+them there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How do weights travel from the trainer to servers without a GPU? Over TCP: the trainer listens, each worker connects.
+"""How do weights travel from the trainer to servers? Over TCP: the trainer listens, each worker connects.
 
-For CPUs, laptops and tests, and for GPUs without NCCL between trainer and servers. All workers get a bucket before the
+All workers get a bucket before the
 next one is made, so memory stays bounded; one that fails is left behind, and the others go on.
 """
 

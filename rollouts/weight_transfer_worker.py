@@ -103,7 +103,6 @@ class PolicyTransfer:
 
     vllm_config: Any  # the worker's own
     model_runner: Any
-    weight_transfer_engine: Any
     list_loras: Any
     add_lora: Any
     _other_adapters: set[int] | None = None
@@ -121,12 +120,10 @@ class PolicyTransfer:
         self._weight_update_active = False
         if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
             finalize_layerwise_reload(model, config.model_config)
-        group = getattr(self.weight_transfer_engine, "model_update_group", None)
         return {
             "backend": config.weight_transfer_config.backend,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
-            "joined": group is not None,
         }
 
     def take_policy_adapter(

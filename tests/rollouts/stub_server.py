@@ -268,7 +268,7 @@ class StubServer:
     def _facts(self) -> tuple[int, dict[str, Any]]:
         if not self.takes:
             return _error(500, "'CPUWorker' object has no attribute 'begin_policy_sync'")
-        facts = {"backend": "agentgrad_tcp", "dtype": self.dtype, "lora_rank": self.lora_rank, "joined": False}
+        facts = {"backend": "agentgrad_tcp", "dtype": self.dtype, "lora_rank": self.lora_rank}
         return 200, {"results": [facts]}
 
     def _take(self, info: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

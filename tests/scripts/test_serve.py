@@ -11,7 +11,7 @@ from tests.scripts.test_bad_input import error_line, run
 
 def test_it_prints_the_command_of_a_gpu_machine() -> None:
     done = run(
-        "scripts.serve", "some/model", "--device", "gpu", "--adapter", "mine=a/b", "--takes-weights", "tcp", "--print",
+        "scripts.serve", "some/model", "--device", "gpu", "--adapter", "mine=a/b", "--takes-weights", "--print",
         "--dtype", "float32", "--gpu-memory-utilization", "0.8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
