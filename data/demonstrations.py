@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from data.chat import Renderer
 from data.demonstrated_turns import check_turn, leaves_out
+from data.files import in_one_move, open_regular
 from data.jsonl import plain_json
 from data.rows import SampleBuilder
 from data.tool_formats.json_calls import no_key_twice
@@ -205,17 +206,14 @@ def _forged(message: Message, renderer: Renderer) -> int:
 
 def write_demonstrations(path: Path, demonstrations: Iterable[Demonstration]) -> int:
     """Write a file in one move; returns how many rows it has."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
     count = 0
-    with temporary.open("w", encoding="utf-8") as file:
+    with in_one_move(path) as file:
         for demonstration in demonstrations:
             count += 1
             rows = [_message_row(message) for message in demonstration.messages]
             tools = [tool.as_openai() for tool in demonstration.tools]
             row = {"task_id": demonstration.task_id, "messages": rows, "tools": tools}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    temporary.replace(path)
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     return count
 
 
@@ -226,7 +224,7 @@ def read_demonstrations(path: Path) -> Iterator[Demonstration]:
         FileNotFoundError: there is no such file.
         ValueError: a line cannot be read; the message names file, line, field and what is wrong.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield _demonstration(_decoded(line), f"{path.stem}-{number}")

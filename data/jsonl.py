@@ -14,18 +14,22 @@ from typing import Any, BinaryIO, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from data.files import in_one_move, naming, open_regular
+
 Row = TypeVar("Row")
 
 # Writers refuse values nested deeper than 255; nothing that a person or a model means comes near this.
 _MAX_DEPTH = 64
+DAMAGED = "the line was changed or damaged: make or copy the file anew, or delete the line"
 _BLOCK = 1 << 16
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def append_line(file: BinaryIO, kind: TypeAdapter[Row], row: Row) -> None:
     """Write one row and flush it, so that a reader or a later process sees it whole."""
-    file.write(kind.dump_json(row) + b"\n")
-    file.flush()
+    with naming(Path(file.name)):
+        file.write(kind.dump_json(row) + b"\n")
+        file.flush()
 
 
 def line_writer(kind: type[Row]) -> Callable[[Row], bytes]:
@@ -85,19 +89,15 @@ def _text(value: object) -> str:
 
 def write_lines(path: Path, kind: TypeAdapter[Row], rows: Iterable[Row]) -> None:
     """Write a file of rows in one move: it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    with in_one_move(path) as file:
         for row in rows:
             append_line(file, kind, row)
-    temporary.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small file in one move: it holds the old text or the new one, whole."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with in_one_move(path) as file:
+        file.write(text.encode())
 
 
 def read_lines(path: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:
@@ -105,9 +105,9 @@ def read_lines(path: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is not such a row; the message names file, line and field.
+        ValueError: it is no file of data, or a line is not such a row; the message names file, line and field.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
@@ -116,13 +116,13 @@ def read_lines(path: Path, kind: TypeAdapter[Row]) -> Iterator[Row]:
             except ValidationError as error:
                 first = error.errors()[0]
                 where = ".".join(str(part) for part in first["loc"]) or "the row"
-                raise ValueError(f"{path}, line {number}: {where}: {first['msg']}") from error
+                raise ValueError(f"{path}, line {number}: {where}: {first['msg']}; {DAMAGED}") from error
 
 
 def torn_bytes(path: Path) -> int:
-    """How many bytes follow the last newline of a file, which readers leave out: the line that its writer, or who copied
-    it, did not end."""
-    with path.open("rb") as file:
+    """How many bytes follow the last newline of a file, which readers leave out: its writer, or who copied it, did not
+    end that line."""
+    with open_regular(path) as file:
         end = place = file.seek(0, os.SEEK_END)
         while place > 0:
             start = max(0, place - _BLOCK)

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from data.jsonl import line_writer, torn_bytes
+from data.files import check_regular, in_one_move, naming, open_regular
+from data.jsonl import DAMAGED, line_writer, torn_bytes
 from rollouts.types import Trajectory
 
 FORMAT = "agentgrad.trajectories"
@@ -36,12 +37,9 @@ _HEADER_START = b'{"format":'
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write a file in one move: it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    with in_one_move(path) as file:
         file.write(_header({}))
         file.writelines(map(_line, trajectories))
-    temporary.replace(path)
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
@@ -60,7 +58,7 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
 def read_recorded(path: Path) -> Iterator[tuple[Mapping[str, Any] | None, Trajectory]]:
     """The trajectories of a file, each with the settings that it was sampled with, as the header before it says: one
     object for all that follow one header; None where that says nothing. Errors as `read_trajectories`."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for _, settings, trajectory in _read(file, path):
             yield settings, trajectory
 
@@ -68,7 +66,7 @@ def read_recorded(path: Path) -> Iterator[tuple[Mapping[str, Any] | None, Trajec
 def read_settings(path: Path) -> Mapping[str, Any] | None:
     """The settings in the first header of a file; None where it does not begin with one. Errors as
     `read_trajectories`."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         line = file.readline()
     return _settings(line, f"{path}, line 1") or None
 
@@ -82,6 +80,7 @@ class Record:
 
     Raises:
         ValueError: another process writes the file, or what is there is no trajectory file with a header.
+        OSError: the file cannot be made; as when it cannot be written later, it names the file.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, anew: bool = False) -> None:
@@ -133,7 +132,8 @@ class Record:
         if self._size == 0:
             self.path.unlink(missing_ok=True)
         else:
-            os.fsync(self._file.fileno())
+            with naming(self.path):
+                os.fsync(self._file.fileno())
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -153,7 +153,8 @@ class Record:
 
     def _write(self, data: bytes) -> None:
         try:
-            _write_all(self._file, data)
+            with naming(self.path):
+                _write_all(self._file, data)
         except BaseException:
             self._file.truncate(self._size)
             raise
@@ -162,12 +163,13 @@ class Record:
     def _replace(self, lines: Iterator[bytes]) -> None:
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.unlink(missing_ok=True)
-        file, size = _open_alone(temporary), 0
-        for line in lines:
-            _write_all(file, line)
-            size += len(line)
-        os.fsync(file.fileno())
-        temporary.replace(self.path)
+        with naming(self.path, temporary):
+            file, size = _open_alone(temporary), 0
+            for line in lines:
+                _write_all(file, line)
+                size += len(line)
+            os.fsync(file.fileno())
+            temporary.replace(self.path)
         self._file.close()  # held until now, so that nobody came between
         self._file, self._size = file, size
 
@@ -180,6 +182,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 def _open_alone(path: Path) -> FileIO:
     """Open a file, made where it is not there, that no other process writes."""
+    check_regular(path)
     while True:
         file = path.open("a+b", buffering=0)
         try:
@@ -196,7 +199,7 @@ def _open_alone(path: Path) -> FileIO:
 
 def _header_to_go_on_with(path: Path) -> bytes:
     """The header of a file that is there; empty where it has no whole line yet."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         line = file.readline()
     if not line.endswith(b"\n") and (line.startswith(_HEADER_START) or _HEADER_START.startswith(line)):
         return b""
@@ -230,7 +233,7 @@ def _settings(line: bytes, where: str) -> Mapping[str, Any]:
 
 def _later_settings(path: Path) -> list[Mapping[str, Any]]:
     """What the headers behind the first line say."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         lines = enumerate(file, start=1)
         return [
             _settings(line, f"{path}, line {number}")
@@ -253,4 +256,4 @@ def _read(file: BinaryIO, path: Path) -> Iterator[tuple[int, Mapping[str, Any] |
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the row"
-            raise ValueError(f"{path}, line {number}: {where}: {first['msg']}") from error
+            raise ValueError(f"{path}, line {number}: {where}: {first['msg']}; {DAMAGED}") from error

@@ -9,12 +9,12 @@ from itertools import islice
 from pathlib import Path
 
 from data.gate import check_batch
-from data.jsonl import read_lines
+from data.jsonl import read_lines, torn_bytes
 from data.ledger import read_ledger
 from data.rows import SAMPLE
 from data.types import Excluded, TrainingSample
 from rollouts.record import read_trajectories
-from scripts.console import run_main
+from scripts.console import run_main, say_torn
 from train.report.sources import file_kind
 
 EXAMPLE = "python -m scripts.check_samples runs/quickstart/grpo/samples/step-000001.jsonl"
@@ -27,25 +27,39 @@ def check_samples(path: Path, ledger: Path | None = None) -> str:
 
     Raises:
         GateError: the first violation.
-        ValueError: the file holds no samples, or there is no ledger.
+        ValueError: the file holds no samples or is cut off, or there is no ledger.
     """
     if ledger is not None and not ledger.is_file():
-        raise ValueError(f"--ledger {ledger}: no such file; a run has it in {_LEDGER}")
+        what = "is a folder" if ledger.is_dir() else "no such file"
+        raise ValueError(f"--ledger {ledger}: {what}; name the file; a run has it in {_LEDGER}")
     kind = file_kind(path)
     if kind != "samples":
         raise ValueError(f"{path} holds {kind}, not packed samples; a run writes those to samples/step-NNNNNN.jsonl")
+    _check_whole(path)
     samples = list(read_lines(path, SAMPLE))
-    if not samples:
-        raise ValueError(f"{path}: there is no whole row in it")
     groups = {sample.trajectory_id.rpartition("/")[0] for sample in samples} | _groups_of_step(path)
-    report = check_batch(samples, read_ledger(ledger or _find_ledger(path), groups=groups))
+    ledger = ledger or _find_ledger(path)
+    say_torn(ledger)  # its writer may have been killed after these samples were written
+    report = check_batch(samples, read_ledger(ledger, groups=groups))
     return _line(samples, report.trained, report.excluded)
 
 
 def _groups_of_step(path: Path) -> set[str]:
     """Those that the run recorded for the step of a dump: one that is missing in the dump as a whole is found too."""
     recorded = path.resolve().parent.parent / "trajectories" / path.name
-    return {trajectory.group_id for trajectory in read_trajectories(recorded)} if recorded.is_file() else set()
+    if not recorded.is_file():
+        return set()
+    _check_whole(recorded)
+    return {trajectory.group_id for trajectory in read_trajectories(recorded)}
+
+
+def _check_whole(path: Path) -> None:
+    """The gate would call it a fault of the training, that rows are missing."""
+    if torn := torn_bytes(path):
+        raise ValueError(
+            f"{path}: the last line is cut off ({torn} bytes of it are there), so the step is not there as a whole; "
+            "copy the file again"
+        )
 
 
 def _find_ledger(path: Path) -> Path:

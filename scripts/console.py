@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from data.gate import GateError
+from data.jsonl import torn_bytes
 from envs.sandbox.base import SandboxError
 from rollouts.engine import EngineError
 from rollouts.outage import OutageError
 
 # An OSError is a full disk, a missing file, a folder where a file should be.
 EXPECTED = (ValueError, OSError, SandboxError, EngineError, OutageError, GateError)
+T = TypeVar("T")
+_ONE_MOMENT_S = 1.0
 _FILE_WORDS: dict[type[OSError], str] = {
     FileNotFoundError: "no such file or folder",
     IsADirectoryError: "this is a folder; name a file",
+    FileExistsError: "this is a file, where a folder should be",
     NotADirectoryError: "a part of this path is a file, where a folder should be",
     PermissionError: "permission denied",
 }
@@ -43,7 +53,9 @@ def run_main(main: Callable[[], None], *, again: str = "started again, the same 
     try:
         main()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would tear up this line
         print(f"interrupted; {again}", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(130)
     except BaseExceptionGroup as group:
         expected, other = group.split(EXPECTED)
@@ -54,6 +66,32 @@ def run_main(main: Callable[[], None], *, again: str = "started again, the same 
         if os.environ.get("AGENTGRAD_DEBUG"):
             raise
         _exit_with(error)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, in which the Ctrl-C of one moment are one: the first cancels `main`, and a second one would break
+    into its cleaning up. One that comes later ends a command that hangs.
+    """
+
+    async def with_one_interrupt() -> T:
+        interrupt, last = signal.getsignal(signal.SIGINT), -math.inf
+
+        def take(number: int, frame: FrameType | None) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if callable(interrupt) and now - last > _ONE_MOMENT_S:
+                last = now
+                interrupt(number, frame)
+
+        if callable(interrupt):  # asyncio's own
+            signal.signal(signal.SIGINT, take)
+        return await main
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return asyncio.run(with_one_interrupt())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def progress() -> Progress:
@@ -82,6 +120,12 @@ def error_text(error: BaseException) -> str:
         name = os.fsdecode(error.filename if error.filename2 is None else error.filename2)
         text = f"{name}: {_FILE_WORDS.get(type(error), error.strerror)}"
     return " ".join(text.split())
+
+
+def say_torn(path: Path) -> None:
+    """Say on stderr that the last line of a file is cut off, where it is: readers leave it out."""
+    if torn := torn_bytes(path):
+        print(f"{path}: the last line is cut off ({torn} bytes of it are there); it is left out", file=sys.stderr)
 
 
 def _exit_with(error: BaseException) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from data.demonstrations import write_demonstrations
 from rollouts.synthesize import synthesize
-from scripts.console import progress, run_main
+from scripts.console import progress, run_async, run_main
 from scripts.open_env import open_env, open_sandboxes
 from scripts.output_file import check_output
 from scripts.settings import DataSettings, load_settings
@@ -45,7 +44,7 @@ async def make_data(settings: DataSettings) -> str:
 
 def main() -> None:
     settings = load_settings(DataSettings)
-    print(f"data: {asyncio.run(make_data(settings))}")
+    print(f"data: {run_async(make_data(settings))}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from data.files import check_regular, naming
+from scripts.console import error_text
+
 
 def check_output(path: Path) -> None:
     """Make the folder of a file, and try to write in it; nothing but the folder is left.
@@ -14,9 +17,10 @@ def check_output(path: Path) -> None:
     Raises:
         ValueError: no file can be written there.
     """
+    check_regular(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent) as file:
+        with naming(path), tempfile.TemporaryFile(dir=path.parent) as file:
             file.write(b"\n")
     except OSError as error:
-        raise ValueError(f"output {path} cannot be written there: {error.strerror}") from error
+        raise ValueError(f"output {path} cannot be written there: {error_text(error)}") from error

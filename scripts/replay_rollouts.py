@@ -4,7 +4,6 @@ and masks of them? Exit code 1 and the place of each difference where not."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -14,11 +13,13 @@ from typing import Any
 from rollouts.config import RolloutConfig
 from rollouts.record import read_recorded
 from rollouts.replay import Replay
-from scripts.console import run_main
+from scripts.console import run_async, run_main, say_torn
 from scripts.open_rollouts import renderer_of
+from train.report.sources import file_kind
 
 EXAMPLE = "python -m scripts.replay_rollouts rollouts.jsonl"
 _SHOWN = 20
+_REPLAYED = "replay a file of run_rollouts, of run_eval, or in the folder trajectories/ of a run"
 
 
 async def replay_file(path: Path, model: str | None) -> tuple[int, list[str], list[str]]:
@@ -28,8 +29,11 @@ async def replay_file(path: Path, model: str | None) -> tuple[int, list[str], li
         model: the model folder; None: the one that they were sampled with.
 
     Raises:
-        ValueError: the file does not say how its trajectories were sampled, or a line of it is none.
+        ValueError: the file does not say how its trajectories were sampled, a line of it is none, or there are none.
     """
+    if (kind := file_kind(path)) != "trajectories":
+        raise ValueError(f"{path} holds {kind}, not trajectories; {_REPLAYED}")
+    say_torn(path)
     count, differences, skipped = 0, list[str](), list[str]()
     replay, of = None, None
     for settings, trajectory in read_recorded(path):
@@ -40,6 +44,8 @@ async def replay_file(path: Path, model: str | None) -> tuple[int, list[str], li
             count += 1
         except ValueError as error:
             skipped.append(str(error))
+    if not count and not skipped:
+        raise ValueError(f"{path}: there are no trajectories in it")
     return count, differences, skipped
 
 
@@ -66,8 +72,7 @@ def settings_of(path: Path, settings: Mapping[str, Any] | None) -> Mapping[str, 
         settings = tomllib.loads(config.read_text(encoding="utf-8"))
     if settings is None or not {"model", "rollout"} <= settings.keys():
         raise ValueError(
-            f"{path}: neither its header nor a run folder says what its trajectories were sampled with; replay a file "
-            "of run_rollouts, of run_eval, or in the folder trajectories/ of a run"
+            f"{path}: neither its header nor a run folder says what its trajectories were sampled with; {_REPLAYED}"
         )
     return settings
 
@@ -79,7 +84,7 @@ def main() -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="trajectories (JSONL)")
     parser.add_argument("--model", metavar="FOLDER", help="whose template and tokenizer (default: the recorded model)")
     arguments = parser.parse_args()
-    count, differences, skipped = asyncio.run(replay_file(arguments.path, arguments.model))
+    count, differences, skipped = run_async(replay_file(arguments.path, arguments.model))
     for line in differences[:_SHOWN]:
         print(line)
     if len(differences) > _SHOWN:

@@ -5,7 +5,6 @@ Started again, it evaluates anew. The files of an earlier evaluation are there u
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from rollouts.record import Record
 from rollouts.runner import Runner
 from rollouts.tally import Tally
 from rollouts.types import TrajectoryGroup
-from scripts.console import run_main
+from scripts.console import run_async, run_main
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner, roll_out
 from scripts.output_file import check_output
@@ -88,7 +87,7 @@ def result_line(result: Evaluation) -> str:
 
 def main() -> None:
     settings = load_settings(EvalSettings)
-    print(f"{settings.name}: {result_line(asyncio.run(run_eval(settings)))}")
+    print(f"{settings.name}: {result_line(run_async(run_eval(settings)))}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,7 +17,7 @@ from envs.types import Task
 from rollouts.runner import Runner
 from rollouts.scheduler import ScheduleStatus
 from rollouts.tally import Tally
-from scripts.console import CONTINUES, progress, run_main
+from scripts.console import CONTINUES, progress, run_async, run_main
 from scripts.dry_run import dry_run
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner
@@ -42,7 +41,7 @@ def main() -> None:
     check_sizes(settings.grpo, tasks, max_context_tokens=settings.rollout.engine.max_context_tokens)
     if settings.dry_run:
         check_model_folder(settings.model)
-        asyncio.run(dry_run(settings))
+        run_async(dry_run(settings))
         return
     is_main = int(os.environ.get("RANK", "0")) == 0
     # The bars that transformers draws for each file it reads or writes would tear ours.
@@ -52,7 +51,7 @@ def main() -> None:
         if is_main:
             save_resolved(settings, folder)
         if settings.replay is None:
-            asyncio.run(run_grpo(settings, is_main=is_main))
+            run_async(run_grpo(settings, is_main=is_main))
         else:
             run_replay(settings, Path(settings.replay), is_main=is_main)
 

@@ -21,7 +21,7 @@ from rollouts.server_check import differing, score_probe
 from rollouts.server_folder import weights_digest
 from rollouts.tally import Tally
 from rollouts.types import Trajectory
-from scripts.console import CONTINUES, run_main
+from scripts.console import CONTINUES, run_async, run_main
 from scripts.open_env import open_env
 from scripts.open_rollouts import open_runner, roll_out
 from scripts.settings import RolloutSettings, first_difference, load_settings, resolved
@@ -46,8 +46,8 @@ async def run_rollouts(settings: RolloutSettings) -> str:
         if missing:
             try:
                 await _sample(settings, record, tally, missing)
-            except (asyncio.CancelledError, OutageError) as end:
-                again = f"; {CONTINUES}" if isinstance(end, OutageError) else ""
+            except BaseException as end:
+                again = "" if isinstance(end, asyncio.CancelledError | KeyboardInterrupt) else f"; {CONTINUES}"
                 print(f"{tally.graded} of {total} trajectories are in {settings.output}{again}", file=sys.stderr)
                 raise
     if not tally.graded:
@@ -171,7 +171,7 @@ async def _sample(
 
 def main() -> None:
     settings = load_settings(RolloutSettings)
-    print(f"rollouts: {asyncio.run(run_rollouts(settings))}")
+    print(f"rollouts: {run_async(run_rollouts(settings))}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from data.files import check_regular
 from data.jsonl import replace_text
 from rollouts.config import EnvConfig, EvalConfig, RendererConfig, RolloutConfig, SandboxConfig, SynthesizeConfig
 from train.config import (
@@ -63,13 +64,14 @@ class Settings(BaseSettings):
         return (init_settings,)
 
 
-def _no_folder(path: str) -> str:
-    if Path(path).is_dir():
-        raise ValueError(f"{path} is a folder; name the file to write")
+def _writable(path: str) -> str:
+    if not path:
+        raise ValueError("name the file to write")
+    check_regular(Path(path))
     return path
 
 
-OutputFile = Annotated[str, AfterValidator(_no_folder)]
+OutputFile = Annotated[str, AfterValidator(_writable)]
 
 
 class DataSettings(Settings):
@@ -88,7 +90,7 @@ class SftSettings(Settings):
 
     model: str
     """The model folder to start from."""
-    output_dir: str
+    output_dir: str = Field(min_length=1)
     """The run folder; started again, the run continues."""
     seed: int = Field(default=0, ge=0)
     sft: SftConfig
@@ -103,7 +105,7 @@ class GrpoSettings(Settings):
 
     model: str
     """The model folder to start from."""
-    output_dir: str
+    output_dir: str = Field(min_length=1)
     """The run folder; started again, the run continues."""
     seed: int = Field(default=0, ge=0)
     rollout: Annotated[RolloutConfig, AfterValidator(check_trainable)] = RolloutConfig()
@@ -231,6 +233,8 @@ def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
 
 def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
     """`--config F` (or `--config=F`) out of the arguments; what is left is for the settings."""
+    if sum(argument.partition("=")[0] == "--config" for argument in arguments) > 1:
+        raise ValueError("--config is given twice; name one file")
     for index, argument in enumerate(arguments):
         if argument == "--config":
             if index + 1 == len(arguments):
@@ -267,6 +271,8 @@ def _keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
 def _read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ValueError(f"configuration {path}: this is a folder; name a TOML file in it")
+    if path.is_char_device():
+        raise ValueError(f"configuration {path}: this is a device; name a TOML file")
     if not path.exists():
         raise FileNotFoundError(f"configuration {path}: no such file")
     try:
@@ -294,4 +300,7 @@ def _one_line(error: ValidationError, path: Path | None, arguments: Sequence[str
         where = "command line"  # it wins over the file
     elif any(option.startswith(f"{key}.") for option in options):
         where = f"{where} and the command line" if path is not None else "command line"
+    if first["type"] == "missing":
+        file = "name a file with --config F" if path is None else "write it there"
+        what = f"missing; {file}, or give it on the command line"
     return f"{where}: {key}: {what}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from envs.task_folder import TaskFolders
 from envs.types import Task
 from rollouts.config import EnvConfig, SandboxConfig
 from rollouts.validate import TaskCheck, check_task
-from scripts.console import progress, run_main
+from scripts.console import progress, run_async, run_main
 from scripts.open_env import open_env, open_sandboxes
 
 EXAMPLE = "python -m scripts.validate_env task_folder --backend bubblewrap"
@@ -81,7 +80,7 @@ def table(checks: Sequence[TaskCheck]) -> Table:
 
 
 def main() -> None:
-    checks = asyncio.run(validate(_parser().parse_args()))
+    checks = run_async(validate(_parser().parse_args()))
     Console(highlight=False).print(table(checks))
     wrong = [check for check in checks if check.problem is not None]
     for check in wrong:

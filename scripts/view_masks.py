@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scripts.console import run_main
+from scripts.console import run_main, say_torn
 from train.report.mask_page import render_mask_page
 from train.report.page import write_page
-from train.report.sources import load_views
+from train.report.sources import file_kind, load_views
 from train.report.terminal import print_masks
 
 EXAMPLE = "python -m scripts.view_masks runs/quickstart/grpo/samples/step-000001.jsonl --html masks.html"
@@ -22,6 +22,8 @@ def main() -> None:
     path: Path = arguments.path
     if arguments.limit < 1:
         raise ValueError("--limit must be at least 1")
+    if file_kind(path) != "demonstrations":  # of those, a last line without its newline is read
+        say_torn(path)
     loaded = load_views(path, arguments.model, limit=arguments.limit, config=arguments.config)
     if loaded.written_by is not None:
         print(f"masks: {loaded.written_by}", file=sys.stderr)

@@ -170,7 +170,9 @@ def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     written(path, 2)
     path.write_bytes(path.read_bytes().replace(b'"stop_reason":"final_answer"', b'"stop_reason":"tired"', 1))
-    with pytest.raises(ValueError, match=r"t\.jsonl, line 2: stop_reason: Input should be"):
+    with pytest.raises(
+        ValueError, match=r"t\.jsonl, line 2: stop_reason: Input should be.*; the line was changed or damaged: make or"
+    ):
         list(read_trajectories(path))
     with Record(path, {}) as record, pytest.raises(ValueError, match=r"t\.jsonl, line 2: stop_reason"):
         record.keep(lambda _: True)
@@ -232,8 +234,9 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     rows = written(path, 1)
     content = path.read_bytes()
     with Record(path, SETTINGS) as record:
-        with full_disk(len(content) + 100), pytest.raises(OSError, match="File too large"):
+        with full_disk(len(content) + 100), pytest.raises(OSError, match="File too large") as caught:
             record.append(trajectory(1))
+        assert caught.value.filename == str(path)
         assert path.read_bytes() == content
         record.append(trajectory(2))
     assert list(read_trajectories(path)) == [*rows, trajectory(2)]

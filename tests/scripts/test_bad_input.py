@@ -96,3 +96,5 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
     done = run(f"scripts.{command}", "--config", config, "--output", output)
     assert f"output {output} cannot be written there: " in error_line(done)
     assert len(done.stderr.splitlines()) == 1
+    if folder.startswith("{tmp}"):
+        assert error_line(done).endswith(f"{tmp_path / 'file'}: this is a file, where a folder should be")

@@ -148,3 +148,24 @@ def test_a_step_that_was_killed_and_sampled_again_passes(tmp_path: Path) -> None
     write_samples(tmp_path / "samples" / "step-000004.jsonl", rows)
     assert check_samples(tmp_path / "samples" / "step-000004.jsonl").startswith("passed: 2 samples")
     assert len(list(read_ledger(path))) == 4
+
+
+@pytest.mark.parametrize("torn", ["samples", "trajectories"])
+def test_a_dump_that_is_cut_off_is_no_fault_of_the_training(tmp_path: Path, dump: Path, torn: str) -> None:
+    write_trajectories(tmp_path / "trajectories" / dump.name, pair())
+    path = tmp_path / torn / dump.name
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match=rf"{torn}/step-000004\.jsonl: the last line is cut off \(\d+ bytes of it"):
+        check_samples(dump)
+
+
+def test_a_ledger_that_is_cut_off_is_said(tmp_path: Path, dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "ledger" / "completions.jsonl").open("ab") as file:
+        file.write(b'{"completion_id": "gro')
+    assert check_samples(dump).startswith("passed: 2 samples")
+    assert "completions.jsonl: the last line is cut off (22 bytes" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_ledger(tmp_path: Path, dump: Path) -> None:
+    with pytest.raises(ValueError, match=r"--ledger .*ledger: is a folder; name the file"):
+        check_samples(dump, tmp_path / "ledger")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,10 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True)
 
 
+def make_folder_anew(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+
+
 def move_to(path: Path) -> None:
     made = path.with_name("made")
     made.touch()
@@ -32,7 +38,7 @@ def move_to(path: Path) -> None:
         (move_to, "folder", "this is a folder; name a file"),
         (read, "file/inner", "a part of this path is a file, where a folder should be"),
         (make_folder, "file/inner", "a part of this path is a file, where a folder should be"),
-        (make_folder, "folder", "File exists"),
+        (make_folder_anew, "file", "this is a file, where a folder should be"),
     ],
 )
 def test_what_the_system_says_of_a_file_is_its_path_and_words(
@@ -49,3 +55,27 @@ def test_other_errors_are_one_line_as_they_are() -> None:
     assert error_text(ValueError("one\n  two")) == "one two"
     assert error_text(OSError("attaching was refused")) == "attaching was refused"
     assert error_text(PermissionError(13, "Permission denied", "a/b")) == "a/b: permission denied"
+
+
+THREE_TIMES = """
+import asyncio, os, signal
+from scripts.console import run_async, run_main
+
+async def work():
+    try:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.05)
+        print("cleaned up")
+
+run_main(lambda: run_async(work()), again="that was all")
+"""
+
+
+def test_ctrl_c_pressed_again_and_again_is_one() -> None:
+    done = subprocess.run([sys.executable, "-c", THREE_TIMES], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned up\n", "interrupted; that was all\n")

@@ -21,6 +21,7 @@ from rollouts.types import StopReason, Trajectory
 from scripts.replay_rollouts import replay_file
 from scripts.run_rollouts import recorded_settings, run_rollouts, take_stock
 from scripts.settings import EvalSettings, RolloutSettings, load_settings, resolved
+from tests.rollouts.test_record import full_disk
 from tests.rollouts.workshop import Workshop
 from tests.scripts.test_bad_input import error_line, run
 
@@ -91,6 +92,19 @@ def test_when_all_is_there_no_model_is_loaded(tmp_path: Path) -> None:
     finished(path)
     line = asyncio.run(run_rollouts(settings(path, "--rollout.engine.max_concurrent", "9")))
     assert line.startswith(f"30 trajectories in {path}; reward 0.50")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_of_its_file_and_how_far_it_got(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.jsonl"
+    wanted = finished(path)
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:-1]))
+    with full_disk(path.stat().st_size + 50), pytest.raises(OSError, match="File too large") as caught:
+        asyncio.run(run_rollouts(wanted))
+    assert caught.value.filename == str(path)
+    assert f"29 of 30 trajectories are in {path}; start the same command again to continue" in capsys.readouterr().err
+    assert path.read_bytes() == b"".join(whole[:-1])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_command_line_wins_over_the_file() -> None:
             "grpo.num_generations",
         ),
         ("model = 'm'\noutput_dir = 'o'\n[grpo]\nmax_stepz = 3", [], "grpo.max_stepz: unknown key"),
-        ("model = 'm'", [], "output_dir: missing"),
+        ("model = 'm'", [], "output_dir: missing; write it there, or give it on the command line"),
         ("model = 'm'\noutput_dir = 'o'\n[optimizer]\nlearning_rate = 'fast'", [], "optimizer.learning_rate"),
         ("model = ", [], "Invalid value"),
     ],
@@ -89,6 +89,10 @@ def test_a_wrong_key_is_named(tmp_path: Path, text: str, arguments: list[str], s
         (["--sandbox.backend", "podman"], "command line: sandbox.backend: Input should be"),
         (["--synthesize.num_tasks=abc"], "command line: synthesize.num_tasks: Input should be"),
         (["--output", "configs"], "command line: output: configs is a folder"),
+        (["--output", ""], "command line: output: name the file to write"),
+        (["--output", "/dev/null"], "command line: output: /dev/null is a device or a pipe; name a file"),
+        (["--config", "configs/sft_quickstart.toml"], "--config is given twice; name one file"),
+        (["--config=configs/sft_quickstart.toml"], "--config is given twice; name one file"),
     ],
 )
 def test_what_the_command_line_gave_is_not_blamed_on_the_file_alone(arguments: list[str], says: str) -> None:
@@ -100,13 +104,18 @@ def test_one_of_several_values_of_the_command_line_is_found_there() -> None:
     given = ["--output", "o.json", "--model", "m", "--rollout.engine.kind", "wrong"]
     with pytest.raises(ValueError, match=r"^command line: rollout\.engine\.kind: "):
         load_settings(EvalSettings, given)
-    with pytest.raises(ValueError, match=r"^configuration: model: missing$"):
+    with pytest.raises(ValueError, match=r"^configuration: model: missing; name a file with --config F, or give it on"):
         load_settings(EvalSettings, given[:2])
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"configuration none\.toml: no such file"):
         load_settings(RolloutSettings, ["--config", "none.toml"])
+
+
+def test_a_device_is_no_configuration() -> None:
+    with pytest.raises(ValueError, match=r"^configuration /dev/null: this is a device; name a TOML file$"):
+        load_settings(RolloutSettings, ["--config", "/dev/null"])
 
 
 def test_a_folder_is_no_configuration() -> None:

@@ -92,6 +92,23 @@ def test_files_put_one_behind_the_other_are_shown_one_behind_the_other(run: Path
     assert (loaded.rows, len(loaded.views)) == (4, 4)
 
 
+def test_a_last_line_that_is_cut_off_is_said(run: Path) -> None:
+    path = run / "trajectories" / "step-000004.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    done = view_masks(path)
+    assert done.returncode == 0, done.stderr
+    assert "the last line is cut off (" in done.stderr
+    assert "«The answer is 14." in done.stdout
+    assert "«The answer is 13." not in done.stdout
+
+
+def test_a_header_alone_says_that_there_are_no_trajectories(run: Path) -> None:
+    path = run / "trajectories" / "step-000004.jsonl"
+    write_trajectories(path, [])
+    with pytest.raises(ValueError, match=r"step-000004\.jsonl: there are no trajectories in it"):
+        load_views(path, MODEL, limit=8)
+
+
 def test_demonstrations_of_a_warm_start(demonstrations: Path) -> None:
     loaded = load_views(demonstrations, MODEL, limit=5)
     assert loaded.kind == "demonstrations"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from data.files import in_one_move
 from rollouts.evaluate import Evaluation
 
 
@@ -37,10 +38,8 @@ EVALUATION_FILE = TypeAdapter(EvaluationFile)
 
 def write_evaluation(path: Path, evaluation: EvaluationFile) -> None:
     """Write the file; it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(EVALUATION_FILE.dump_json(evaluation, indent=2) + b"\n")
-    temporary.replace(path)
+    with in_one_move(path) as file:
+        file.write(EVALUATION_FILE.dump_json(evaluation, indent=2) + b"\n")
 
 
 def read_evaluation(path: Path) -> EvaluationFile:

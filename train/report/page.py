@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from data.files import in_one_move
 from train.report.layout import Piece
 from train.report.token_text import safe
 
@@ -43,12 +44,8 @@ def render_page(template: str, *, styles: Sequence[str], scripts: Sequence[str],
 
 def write_page(path: Path, html: str) -> None:
     """Write a page in one move. What is no Unicode text (a lone half of a character) is spelled out."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name the file to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(html.encode("utf-8", "backslashreplace"))
-    temporary.replace(path)
+    with in_one_move(path) as file:
+        file.write(html.encode("utf-8", "backslashreplace"))
 
 
 def _source(environment: Environment, name: str) -> str:

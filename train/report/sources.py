@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from data.files import open_regular
 from data.jsonl import read_lines
 from data.rows import SAMPLE
 from data.types import Source, TrainingSample
@@ -71,13 +72,15 @@ def file_kind(path: Path) -> FileKind:
         raise ValueError(f"{path} is a folder; name a file in it, {such_as}")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         line = file.readline()
     if not line.strip():
         raise ValueError(f"{path}: the file is empty")
     try:
         row = json.loads(line)
     except ValueError as error:
+        if line.startswith(b"{") and not line.endswith(b"\n"):
+            raise ValueError(f"{path}: there is no whole row in it: its only line is cut off") from error
         raise ValueError(f"{path}: not a JSONL file: {error}") from error
     for field, kind in _TELLS:
         if isinstance(row, dict) and field in row:
