@@ -36,7 +36,7 @@ def siblings(draw: st.DrawFn) -> list[TrainingSample]:
     for index in range(draw(st.integers(1, 5))):
         builder = SampleBuilder(f"t{index}")
         shared = draw(st.sampled_from([0, 20, 40]))
-        builder.add_context(Segment(source=Source.PROMPT, token_ids=prompt[:shared] + ids(1, 6)))
+        builder.add_context(Segment(source=Source.PROMPT, token_ids=prompt[:shared] + ids(0 if shared else 1, 3)))
         for turn in range(draw(st.integers(1, 2))):
             tokens = ids(1, 6)
             segment = Segment(
