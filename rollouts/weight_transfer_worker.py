@@ -66,7 +66,7 @@ class TcpWeights(WeightTransferEngine[TcpInitInfo, TcpUpdateInfo]):
 
     def start_weight_update(self) -> None:
         # Asked first: while weights come, a tied head is a parameter of its own.
-        self._expected = {name for name, _ in self.model.named_parameters()}
+        self._expected = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
