@@ -28,9 +28,11 @@ from rollouts.engine_sleep import SleepState
 from rollouts.server_check import Checked, Wanted
 from rollouts.server_errand import Errand
 from rollouts.server_folder import vocab_size
+from rollouts.server_http import server_address
 from rollouts.server_loop import LoopThread
 from rollouts.server_patience import Patience
-from rollouts.server_pool import Server, ServerCounts, ServerPool
+from rollouts.server_pool import ServerCounts, ServerPool
+from rollouts.server_routing import Server
 from rollouts.server_weights import WeightSync, is_unfinished, prepare_for_weights
 from rollouts.server_wire import Reply
 from rollouts.weight_transfer import PushedWeights
@@ -82,7 +84,7 @@ class ServerEngine:
         adapter_rank: int = 0,
         patience: Patience | None = None,
     ) -> None:
-        addresses = [_address(server) for server in servers]
+        addresses = [server_address(server) for server in servers]
         if not addresses or len(set(addresses)) < len(addresses):
             raise ValueError(f"engine.servers is {list(servers)}: name each server once, such as http://127.0.0.1:8000")
         self._model = model
@@ -390,13 +392,3 @@ class ServerEngine:
 def _checked(server: Server) -> Checked:
     assert server.checked is not None
     return server.checked
-
-
-def _address(server: str) -> str:
-    try:
-        url = httpx.URL(server)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"engine.servers: {server!r} is no address ({error}); write http://HOST:PORT") from error
-    if url.scheme not in ("http", "https") or not url.host or url.port not in (None, *range(1, 1 << 16)):
-        raise ValueError(f"engine.servers: {server!r} is no address; write http://HOST:PORT")
-    return str(url).rstrip("/").removesuffix("/v1")

@@ -15,7 +15,8 @@ from typing import Generic, TypeVar
 from rollouts.engine import EngineError
 from rollouts.server_http import RefusedError, ServerFault
 from rollouts.server_patience import Patience
-from rollouts.server_pool import Server, ServerPool
+from rollouts.server_pool import ServerPool
+from rollouts.server_routing import Server
 from rollouts.server_wire import AbortedError
 
 T = TypeVar("T")

@@ -127,3 +127,21 @@ def _start(text: str) -> str:
     text = text.lstrip()[:_READ]
     words = " ".join((_MARKUP.sub(" ", text) if text.startswith("<") else text).split())
     return words if len(words) <= _SHOWN else f"{words[:_SHOWN]} …"
+
+
+def server_address(server: str) -> str:
+    """The base address of a server that a person named.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> server_address("http://127.0.0.1:8000/v1/")
+    'http://127.0.0.1:8000'
+    """
+    try:
+        url = httpx.URL(server)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"engine.servers: {server!r} is no address ({error}); write http://HOST:PORT") from error
+    if url.scheme not in ("http", "https") or not url.host or url.port not in (None, *range(1, 1 << 16)):
+        raise ValueError(f"engine.servers: {server!r} is no address; write http://HOST:PORT")
+    return str(url).rstrip("/").removesuffix("/v1")

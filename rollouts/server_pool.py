@@ -1,7 +1,6 @@
-"""Which server gets a request, and which of them live? Routing, health, and what happens when one dies.
+"""Which servers live, and what happens when one dies? Which of them gets a request, `server_routing` says.
 
-All turns of a trajectory go to one server, where its prefix is cached, and its siblings start there too while that
-server is not much fuller than the emptiest. Every server is watched: one that is gone, hangs or fails is taken out, at
+Every server is watched: one that is gone, hangs or fails is taken out, at
 which its requests in flight end with a `ServerFault`; it is checked as at the start before it comes back. A server can
 be well by its health while its model stands still: one that answers nothing while a request waits is asked for a token.
 Everything here runs on one event loop.
@@ -11,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -22,39 +20,12 @@ from rollouts.engine import EngineError
 from rollouts.server_check import Checked, Wanted, check_server, check_weights_changed, differing, probe_ids
 from rollouts.server_http import ServerFault, call, check_health
 from rollouts.server_patience import Patience
+from rollouts.server_routing import Homes, Server
 
 _LOG = logging.getLogger(__name__)
 
 _WRONG_IN_A_ROW = 3
 """So many answers that were none take a server out: one may be the doing of its request, as overflowing logits are."""
-
-_HOMES = 1 << 16
-"""So many trajectories and groups are remembered; nobody says when one has ended."""
-
-
-@dataclass(slots=True, eq=False)
-class Server:
-    """One server, as we know it now. `lost` is set, with the reason, when it is taken out."""
-
-    address: str
-    checked: Checked | None = None
-    lost: asyncio.Future[str] | None = None
-    reason: str = "not asked yet"
-    in_flight: int = 0
-    heard_s: float = 0.0
-    """When it last answered a request, on the loop's clock."""
-    doubt: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to look at its health now."""
-    wrong: int = 0
-    """Answers in a row that were none."""
-    probe: asyncio.Task[None] | None = None
-    """The last request for one token that was made to see whether its model stands still."""
-    is_unfit: bool = False
-    """A sync has left it with half of its weights: nobody looks at it before the next one."""
-
-    @property
-    def is_up(self) -> bool:
-        return self.lost is not None and not self.lost.done()
 
 
 @dataclass(slots=True)
@@ -93,10 +64,9 @@ class ServerPool:
     ) -> None:
         self._client = client
         self.wanted = wanted
-        self._capacity = capacity
         self._patience = patience
         self._accept = accept
-        self._homes: OrderedDict[str, Server] = OrderedDict()
+        self._homes = Homes(capacity)
         self._watchers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Condition()
         self._closed = False
@@ -220,7 +190,7 @@ class ServerPool:
             ) from error
         if self._closed:
             raise EngineError("the server engine is closed")
-        return self._route(trajectory_id, avoid)
+        return self._homes.choose(self.servers, trajectory_id, avoid)
 
     async def send(self, server: Server, path: str, body: Any) -> dict[str, Any]:
         """The server's answer, unless it is lost before it came.
@@ -274,25 +244,6 @@ class ServerPool:
             if server.probe is not None:
                 await asyncio.wait((server.probe,), timeout=self._patience.last_look_s)
         return server.is_up and server.heard_s >= since_s
-
-    def _route(self, trajectory_id: str, avoid: Collection[Server]) -> Server:
-        up = [server for server in self.servers if server.is_up]
-        up = [server for server in up if server not in avoid] or up
-        group_id = trajectory_id.rpartition("/")[0]
-        chosen = self._homes.get(trajectory_id)
-        if chosen not in up:
-            chosen = min(up, key=lambda server: server.in_flight)
-            sibling = self._homes.get(group_id)
-            if sibling in up and sibling.in_flight <= chosen.in_flight + self._capacity // 4:
-                chosen = sibling
-        assert chosen is not None
-        for name in (trajectory_id, group_id):
-            if name:
-                self._homes[name] = chosen
-                self._homes.move_to_end(name)
-        while len(self._homes) > _HOMES:
-            self._homes.popitem(last=False)
-        return chosen
 
     def _judge(self, server: Server, fault: ServerFault, began_s: float) -> None:
         """What the fault of a request that was sent at `began_s` says about its server."""

@@ -147,6 +147,8 @@ async def small_run(
         log=log,
     )
     await training.train(start_after=start_after, feed_state=feed_state)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
     if sampling is not None:
         await sampling.engine.close()
         await sampling.runner.sandboxes.close()

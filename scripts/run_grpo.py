@@ -62,11 +62,9 @@ def run_replay(settings: GrpoSettings, dump: Path, *, is_main: bool) -> None:
     dumped_steps(dump)
     accelerator = Accelerator()
     learner = _learner(settings, settings.model, accelerator)
-    log = (
-        MetricsLog(folder, start_after=0, run=start_wandb(folder, settings.wandb, resolved(settings)))
-        if is_main
-        else None
-    )
+    log = None
+    if is_main:
+        log = MetricsLog(folder, start_after=0, run=start_wandb(folder, settings.wandb, resolved(settings)))
 
     def on_step(row: Mapping[str, Any]) -> None:
         if is_main:
@@ -82,6 +80,8 @@ def run_replay(settings: GrpoSettings, dump: Path, *, is_main: bool) -> None:
         shutil.rmtree(folder / "final", ignore_errors=True)
         save_final(folder, model=learner.model, tokenizer=load_tokenizer(settings.model))
         print(f"replay: {steps} steps of {dump}; the weights are in {folder / 'final'}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
@@ -138,6 +138,9 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
             if start_after:
                 print(f"grpo: continuing after step {start_after}")
         await _train(settings, folder, accelerator, learner, sampling, log, start_after, feed_state)
+        # While all are still there: the threads of a group that is left to the interpreter's end can abort it.
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
 
 
 async def _train(

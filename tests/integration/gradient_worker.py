@@ -37,6 +37,8 @@ def main() -> None:
         results[f"{count} samples"] = {"gradients": gradients, "metrics": metrics}
     if accelerator.is_main_process:
         torch.save(results, output)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ def test_a_cancelled_completion_is_not_sampled_to_its_end(servers: list[RealServ
         params = SamplingParams(max_tokens=1000, stop_token_ids=(), seed=1)
         work = [asyncio.create_task(engine.generate(f"t{n}/0", [5, 6, n], params)) for n in range(8)]
         while await asyncio.to_thread(servers[0].running) < 8:
-            assert not any(task.done() for task in work)
+            for task in work:
+                assert not task.done(), task.result()
         for task in work:
             task.cancel()
         await asyncio.wait(work)
