@@ -27,7 +27,7 @@ from scripts.bench_resume_env import EvenLength
 from train.checkpoint import latest_checkpoint, load_feed, load_state
 from train.config import CheckpointConfig, GrpoConfig, HeldOutConfig, OptimizerConfig
 from train.group_feed import FeedState
-from train.grpo import GrpoRun, Sampling
+from train.grpo import GrpoRun, Sampling, leave_together
 from train.learner import Learner
 from train.metrics import MetricsLog, Publisher
 from train.model import load_model, load_tokenizer
@@ -147,8 +147,7 @@ async def small_run(
         log=log,
     )
     await training.train(start_after=start_after, feed_state=feed_state)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    leave_together(accelerator)
     if sampling is not None:
         await sampling.engine.close()
         await sampling.runner.sandboxes.close()

@@ -26,7 +26,7 @@ from scripts.run_folder import only_writer
 from scripts.settings import GrpoSettings, load_settings, resolved, save_resolved
 from train.checkpoint import latest_checkpoint, load_feed, load_state, save_final
 from train.group_feed import FeedState
-from train.grpo import GrpoRun, Sampling, check_sizes
+from train.grpo import GrpoRun, Sampling, check_sizes, leave_together
 from train.learner import Learner
 from train.lora import load_trained
 from train.metrics import MetricsLog, start_wandb
@@ -80,8 +80,7 @@ def run_replay(settings: GrpoSettings, dump: Path, *, is_main: bool) -> None:
         shutil.rmtree(folder / "final", ignore_errors=True)
         save_final(folder, model=learner.model, tokenizer=load_tokenizer(settings.model))
         print(f"replay: {steps} steps of {dump}; the weights are in {folder / 'final'}")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    leave_together(accelerator)
 
 
 async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
@@ -138,9 +137,7 @@ async def run_grpo(settings: GrpoSettings, *, is_main: bool) -> None:
             if start_after:
                 print(f"grpo: continuing after step {start_after}")
         await _train(settings, folder, accelerator, learner, sampling, log, start_after, feed_state)
-        # While all are still there: the threads of a group that is left to the interpreter's end can abort it.
-        accelerator.wait_for_everyone()
-        accelerator.end_training()
+        leave_together(accelerator)
 
 
 async def _train(

@@ -310,6 +310,14 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def leave_together(accelerator: Accelerator) -> None:
+    """End the group of several processes while all are there: the threads of one that is left to the interpreter's end
+    can abort it. One process alone has none, and what there is belongs to the engine."""
+    if accelerator.num_processes > 1:
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+
+
 def check_sizes(config: GrpoConfig, tasks: Sequence[Task], *, max_context_tokens: int) -> None:
     """Refuse, before anything is loaded, what could not train.
 

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from tests.random_samples import random_samples, tiny_model
 from train.config import GrpoConfig, OptimizerConfig
+from train.grpo import leave_together
 from train.learner import Learner
 
 
@@ -37,8 +38,7 @@ def main() -> None:
         results[f"{count} samples"] = {"gradients": gradients, "metrics": metrics}
     if accelerator.is_main_process:
         torch.save(results, output)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    leave_together(accelerator)
 
 
 if __name__ == "__main__":
