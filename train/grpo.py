@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
-from data.collator import MicroBatch, check_layout, unpack
-from data.gate import GateError, check_batch
+from data.collator import MicroBatch
+from data.gate import GateError
 from data.ledger import Ledger
 from data.rows import write_samples
 from data.types import TrainingSample
@@ -43,7 +43,7 @@ from train.held_out import evaluate_held_out, metrics_of
 from train.learner import Learner
 from train.lora import adapter_weights, full_state_dict
 from train.metrics import MetricsLog
-from train.step_samples import mini_batches, samples_and_metrics, why_lost
+from train.step_samples import check_updates, mini_batches, packed_samples, samples_and_metrics, why_lost
 
 WhileSampling = Callable[[Tally, Callable[[], ScheduleStatus]], AbstractAsyncContextManager[None]]
 
@@ -232,19 +232,12 @@ class GrpoRun:
         self, step: int, updates: Sequence[Sequence[MicroBatch]], samples: Sequence[TrainingSample], ledger: Ledger
     ) -> str | None:
         """Check the packed batches, and what was left out of them, against the ledger; returns what is wrong."""
-        batches = [batch for update in updates for batch in update]
-        left_out = [sample for sample in samples if not any(sample.loss_mask)]
-        # What the tensors hold, in the order in which it was shared out, so that the dump can be trained from again.
-        place = {(sample.trajectory_id, sample.completion_ids): number for number, sample in enumerate(samples)}
-        checked = [*(sample for batch in batches for sample in unpack(batch)), *left_out]
-        checked.sort(key=lambda sample: place[sample.trajectory_id, sample.completion_ids])
-        write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", checked)
+        packed = packed_samples(updates, samples)
+        write_samples(self.folder / "samples" / f"step-{step:06d}.jsonl", packed)
         try:
-            for batch in batches:
-                check_layout(batch)
-            check_batch(checked, ledger)
+            check_updates(updates, packed, ledger)
         except GateError as error:
-            write_samples(self.folder / "gate_violation.jsonl", checked)
+            write_samples(self.folder / "gate_violation.jsonl", packed)
             return f"step {step}: {error}; the batch is in {self.folder / 'gate_violation.jsonl'}"
         return None
 

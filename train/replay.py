@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from data.collator import check_layout, unpack
-from data.gate import GateError, check_batch
+from data.gate import GateError
 from data.jsonl import read_lines
 from data.ledger import read_ledger
 from data.rows import SAMPLE
 from train.config import GrpoConfig
 from train.learner import Learner
 from train.metrics import MetricsLog
-from train.step_samples import mini_batches
+from train.step_samples import check_updates, mini_batches, packed_samples
 
 
 def dumped_steps(run: Path) -> list[Path]:
@@ -54,13 +53,9 @@ def replay(
         groups = {sample.trajectory_id.rpartition("/")[0] for sample in samples}
         updates = [learner.pack(part) for part in mini_batches(samples, config.num_mini_batches)]
         updates = [batches for batches in updates if batches]
-        batches = [batch for update in updates for batch in update]
-        packed = [sample for batch in batches for sample in unpack(batch)]
-        left_out = [sample for sample in samples if not any(sample.loss_mask)]
+        ledger = read_ledger(run / "ledger" / "completions.jsonl", groups=groups)
         try:
-            for batch in batches:
-                check_layout(batch)
-            check_batch([*packed, *left_out], read_ledger(run / "ledger" / "completions.jsonl", groups=groups))
+            check_updates(updates, packed_samples(updates, samples), ledger)
         except GateError as error:
             raise GateError(f"{path}: {error}") from error
         started = time.perf_counter()

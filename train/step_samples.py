@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from data.collator import MicroBatch, check_layout, unpack
+from data.gate import check_batch
+from data.ledger import Ledger
 from data.types import TrainingSample
 from rollouts.samples import gives_no_gradient, group_samples
 from rollouts.summary import summarise
@@ -66,6 +69,27 @@ def mini_batches(samples: Sequence[TrainingSample], count: int) -> list[list[Tra
     """
     turn = {name: number % count for number, name in enumerate(dict.fromkeys(s.trajectory_id for s in samples))}
     return [[sample for sample in samples if turn[sample.trajectory_id] == part] for part in range(count)]
+
+
+def packed_samples(updates: Sequence[Sequence[MicroBatch]], samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """What the tensors of a step hold, and the samples that are not trained, in the order of `samples`: so a dump can
+    be shared out again as the run did."""
+    place = {(sample.trajectory_id, sample.completion_ids): number for number, sample in enumerate(samples)}
+    packed = [sample for update in updates for batch in update for sample in unpack(batch)]
+    packed += [sample for sample in samples if not any(sample.loss_mask)]
+    return sorted(packed, key=lambda sample: place[sample.trajectory_id, sample.completion_ids])
+
+
+def check_updates(updates: Sequence[Sequence[MicroBatch]], packed: Sequence[TrainingSample], ledger: Ledger) -> None:
+    """The gate before a step's first update.
+
+    Raises:
+        GateError: the layout of a micro-batch is wrong, or it does not hold what the ledger says was sampled.
+    """
+    for update in updates:
+        for batch in update:
+            check_layout(batch)
+    check_batch(packed, ledger)
 
 
 def _staleness(trajectories: Sequence[Trajectory], trained_version: int) -> dict[str, float]:
